@@ -1,0 +1,30 @@
+/* The device table: one function per operation that an experiment spends time in. The CPU table holds the reference functions; the
+ * GPU build starts from it and overrides entries (kernels/kernels.h), so a missing GPU operation is visible per operation. All
+ * pointers are host pointers; a device may keep copies between calls. */
+#ifndef KV_OPS_H
+#define KV_OPS_H
+
+#include "reference/attention.h"
+#include "reference/model.h"
+#include "reference/select.h"
+
+typedef struct kv_ops {
+    const char *name; /* "cpu" or "gpu" */
+    kv_status (*dense)(const kv_span *span, const kv_dense_request *request, kv_dense *out);
+    kv_status (*masked)(const kv_span *span, const kv_masked_request *request, kv_masked *out);
+    kv_status (*attend)(const kv_span *span, float *o, float *lse);
+    kv_status (*select)(const kv_span *span, const kv_run *run, const float *priority,
+                        int32_t *evict_at);
+    kv_status (*replay_attention)(const kv_span *span, const kv_attention_rule *rule,
+                                  int32_t budget, int32_t *evict_at);
+    /* Scorers (reference/scorer.h): rhat [n_kv_head][stride] of every token of the span. */
+    kv_status (*mlp_scores)(const kv_policy_input *input, float *rhat);
+    kv_status (*mlstm_scores)(const kv_policy_input *input, float *rhat);
+    /* C[m][n] = A[m][k] * W[n][k]^T, row-major, W in its stored format (the model's weight products). */
+    kv_status (*linear)(int32_t m, int32_t n, int32_t k, const float *a, kv_dtype w_type,
+                        const void *w, float *c);
+} kv_ops;
+
+extern const kv_ops kv_ops_cpu;
+
+#endif
