@@ -19,9 +19,20 @@ kv_status kv_replay_attention(const kv_span *span, const kv_attention_rule *rule
 kv_status kv_replay_gate(const kv_span *span, int32_t window, const uint8_t *leaves,
                          int32_t *evict_at);
 
+/* What kv_replay and kv_stream refuse before any work: kv_run_check, bounds without a cache, documents above max_token.
+ * KV_E_USAGE. */
+kv_status kv_replay_check(const kv_policy *policy, const kv_policy_input *input);
+
 /* Token-by-token decoding over slots: the same evict_at as kv_replay for causal policies, plus what the cache really allocated.
- * bytes_allocated counts K and V slots of this layer at `element_size` bytes an element. */
+ * bytes_allocated counts K and V slots of this layer at `element_size` bytes an element. KV_E_USAGE for policies that see the
+ * future. */
 kv_status kv_stream(const kv_policy *policy, const kv_policy_input *input, int32_t element_size,
                     int32_t *evict_at, uint64_t *bytes_allocated);
+
+/* Same, and every query attends over the slots that are held: o [n_q_head][stride][head_dim] (NULL: not wanted), original
+ * rotation. */
+kv_status kv_stream_attend(const kv_policy *policy, const kv_policy_input *input,
+                           int32_t element_size, int32_t *evict_at, uint64_t *bytes_allocated,
+                           float *o);
 
 #endif

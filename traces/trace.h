@@ -94,6 +94,10 @@ kv_status kv_trace_writer_close(kv_trace_writer *w,
 /* Files of decisions (evict.h5): /evict_at/<policy>[:<variant>]/b<budget>, i32[layer][kv_head][n_token]. */
 kv_status kv_evict_read(const char *path, const char *item, int32_t budget, int32_t n_layer,
                         int32_t n_kv_head, int64_t n_token, int32_t *out);
+/* The same for one document of one layer: out [n_kv_head][stride of the span], values as stored. Reads that part only. KV_E_NOINPUT
+ * when the file, the item or the budget is absent; KV_E_DATA when layer, heads or tokens do not fit. */
+kv_status kv_evict_read_span(const char *path, const char *item, int32_t budget,
+                             const kv_span *span, int32_t *out);
 typedef struct kv_evict_writer kv_evict_writer;
 kv_status kv_evict_writer_open(const char *path, kv_evict_writer **out);
 kv_status kv_evict_writer_add(kv_evict_writer *w, const char *item, int32_t budget, int32_t n_layer,
