@@ -67,6 +67,11 @@ void kv_rope_frequencies(const kv_model_config *config, double *inv_freq);
 void kv_rope_rotate(float *x, int32_t n, int32_t head_dim, const int32_t *position,
                     const double *inv_freq, int sign);
 
+/* Cosines, then sines of every row: table [n][head_dim]; and the rotation of one vector x [head_dim] by its row. */
+void kv_rope_table(int32_t n, int32_t head_dim, const int32_t *position, const double *inv_freq,
+                   float *table);
+void kv_rope_apply(float *x, int32_t head_dim, const float *table_row);
+
 /* C[m][n] = A[m][k] W[n][k]^T through OpenBLAS, single-threaded calls under fixed 256-row blocks: the same bytes for any thread
  * count (engineering.md 3). */
 kv_status kv_linear(int32_t m, int32_t n, int32_t k, const float *a, kv_dtype w_type, const void *w,
