@@ -78,6 +78,8 @@ typedef struct kv_policy_input {
     const struct kv_dense
         *dense; /* dense results already known for this span, or NULL: compute them through ops */
     const struct kv_ops *ops;
+    const float *trace_score;  /* [n_kv_head][stride], recorded score/<policy>; NULL: not recorded */
+    const double *trace_delta; /* [n_kv_head], its decay 1 - gamma */
 } kv_policy_input;
 
 typedef enum kv_policy_kind { KV_PRIORITY, KV_GATE, KV_ATTENTION } kv_policy_kind;
