@@ -29,8 +29,10 @@ OBJS     := $(SRCS:%.c=$(BUILD)/%.o)
 LIB      := $(BUILD)/libkvlab.a
 
 include kernels/kernels.mk
+include experiments/experiments.mk
 
 .PHONY: all help setup
+.DEFAULT_GOAL := all
 all: kvlab
 
 help:

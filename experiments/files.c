@@ -1,0 +1,115 @@
+/* Folders by rename. */
+#include "experiments/files.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <ftw.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+kv_status kv_make_folders(const char *path) {
+    char part[PATH_MAX];
+    snprintf(part, sizeof part, "%s", path);
+    for (char *slash = part + 1; *slash; slash++) {
+        if (*slash != '/') continue;
+        *slash = '\0';
+        if (mkdir(part, 0777) != 0 && errno != EEXIST)
+            return KV_FAIL(KV_E_CANTCREATE, "cannot create folder %s: %s", part, strerror(errno));
+        *slash = '/';
+    }
+    struct stat info;
+    if (mkdir(part, 0777) != 0 && errno != EEXIST)
+        return KV_FAIL(KV_E_CANTCREATE, "cannot create folder %s: %s", part, strerror(errno));
+    if (stat(part, &info) != 0 || !S_ISDIR(info.st_mode))
+        return KV_FAIL(KV_E_CANTCREATE, "cannot create folder %s: a file of that name is there",
+                       part);
+    return KV_OK;
+}
+
+static int remove_one(const char *path, const struct stat *info, int kind, struct FTW *at) {
+    (void)info;
+    (void)kind;
+    (void)at;
+    return remove(path);
+}
+
+static void remove_tree(const char *path) { nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
+
+/* Nothing there, an empty folder, or an older result. */
+static bool replaceable(const char *target) {
+    char manifest[PATH_MAX];
+    struct stat info;
+    if (lstat(target, &info) != 0) return errno == ENOENT;
+    snprintf(manifest, sizeof manifest, "%s/manifest.json", target);
+    if (access(manifest, F_OK) == 0) return true;
+    return S_ISDIR(info.st_mode) && rmdir(target) == 0;
+}
+
+kv_status kv_staging_open(kv_staging *s, const char *target) {
+    char parent[PATH_MAX];
+    size_t n = strlen(target);
+    memset(s, 0, sizeof *s);
+    while (n > 1 && target[n - 1] == '/') n--;
+    if (n == 0 || n >= sizeof s->target)
+        return KV_FAIL(KV_E_CANTCREATE, "'%s' cannot name a results folder", target);
+    snprintf(s->target, sizeof s->target, "%.*s", (int)n, target);
+    if (!replaceable(s->target))
+        return KV_FAIL(KV_E_CANTCREATE,
+                       "cannot write results to %s: something else is there (no manifest.json of "
+                       "an earlier run); name a new folder",
+                       s->target);
+    snprintf(parent, sizeof parent, "%s", s->target);
+    char *slash = strrchr(parent, '/');
+    if (slash && slash != parent) {
+        *slash = '\0';
+        kv_status st = kv_make_folders(parent);
+        if (st != KV_OK) return st;
+    }
+    snprintf(s->folder, sizeof s->folder, "%s.tmp-%d", s->target, (int)getpid());
+    if (mkdir(s->folder, 0777) != 0) {
+        kv_status st = KV_FAIL(KV_E_CANTCREATE, "cannot create results folder %s: %s", s->folder,
+                               strerror(errno));
+        s->folder[0] = '\0';
+        return st;
+    }
+    return KV_OK;
+}
+
+kv_status kv_staging_commit(kv_staging *s) {
+    kv_status st = KV_OK;
+    if (rename(s->folder, s->target) == 0) {
+        s->folder[0] = '\0';
+        return KV_OK;
+    }
+    /* An older result is there: exchange the two in one step, then the temporary name holds the old one. */
+    if (renameat2(AT_FDCWD, s->folder, AT_FDCWD, s->target, RENAME_EXCHANGE) != 0) {
+        if (errno == EINVAL || errno == ENOSYS) { /* file system without exchange */
+            remove_tree(s->target);
+            if (rename(s->folder, s->target) == 0) {
+                s->folder[0] = '\0';
+                return KV_OK;
+            }
+        }
+        st = KV_FAIL(KV_E_IO, "cannot move results to %s: %s", s->target, strerror(errno));
+    }
+    kv_staging_drop(s);
+    return st;
+}
+
+void kv_staging_drop(kv_staging *s) {
+    if (s->folder[0]) remove_tree(s->folder);
+    s->folder[0] = '\0';
+}
+
+kv_status kv_write_text(const char *folder, const char *name, const char *text) {
+    char path[PATH_MAX + 64];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *f = fopen(path, "w");
+    if (!f) return KV_FAIL(KV_E_CANTCREATE, "cannot create %s: %s", path, strerror(errno));
+    bool good = fputs(text, f) >= 0;
+    if (fclose(f) != 0) good = false;
+    return good ? KV_OK : KV_FAIL(KV_E_IO, "writing %s failed: %s", path, strerror(errno));
+}

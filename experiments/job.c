@@ -1,0 +1,160 @@
+/* One run: check everything, reuse or compute, write by rename, print. */
+#include "experiments/job.h"
+
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "experiments/cli.h"
+#include "experiments/dense_cache.h"
+#include "experiments/experiment.h"
+#include "experiments/files.h"
+#include "experiments/manifest.h"
+#include "experiments/results.h"
+#include "reference/core/log.h"
+#include "reference/core/mem.h"
+
+static const char *const job_name[] = {"experiment", "evaluate"};
+static const char cache_folder[] = "results/cache";
+static const int64_t cache_limit = (int64_t)4 << 30; /* bytes */
+
+typedef struct run {
+    kv_job job;
+    const kv_config *config;
+    double start;
+    kv_trace *trace;
+    const kv_trace_info *info;
+    kv_plan plan;
+    const kv_ops *ops;
+    json_t *identity;
+    char folder[PATH_MAX - 64];
+} run;
+
+static kv_status require(const kv_config *c, const char *key, const char *option) {
+    if (kv_config_text(c, key)[0]) return KV_OK;
+    return KV_FAIL(KV_E_USAGE, "--%s is missing (see --help)", option);
+}
+
+static void default_folder(run *r) {
+    char hex[33];
+    const char *base = strrchr(r->info->path, '/'), *name = kv_config_text(r->config, "name");
+    base = base ? base + 1 : r->info->path;
+    size_t n = strlen(base);
+    if (n > 3 && strcmp(base + n - 3, ".h5") == 0) n -= 3;
+    kv_identity_hash(r->identity, hex);
+    snprintf(r->folder, sizeof r->folder, "results/%.200s/%.*s-%.8s",
+             name[0] ? name : job_name[r->job], (int)(n < 200 ? n : 200), base, hex);
+}
+
+/* Everything that can be wrong with the arguments is found here, before the first number. */
+static kv_status prepare(run *r) {
+    kv_status st = KV_OK;
+    const kv_config *c = r->config;
+    KV_TRY(require(c, "path", "trace"));
+    KV_TRY(require(c, "policies", "policy"));
+    KV_TRY(require(c, "budgets", "budget"));
+    if (r->job == KV_JOB_EVALUATE) KV_TRY(require(c, "model", "model"));
+    KV_TRY(kv_plan_check(c)); /* a misspelt policy is told even when the trace is missing */
+    KV_TRY(kv_cli_device(kv_config_text(c, "device"), &r->ops));
+    KV_TRY(kv_trace_open(kv_config_text(c, "path"), &r->trace));
+    r->info = kv_trace_get(r->trace);
+    KV_TRY(kv_plan_make(c, r->info->longest, &r->plan));
+    KV_TRY(kv_plan_open_weights(&r->plan, c, r->info));
+    r->identity = kv_identity_make(job_name[r->job], c, r->info, &r->plan, r->ops, "");
+    if (!r->identity) KV_RAISE(KV_E_INTERNAL, "out of memory");
+    if (kv_config_text(c, "output")[0])
+        snprintf(r->folder, sizeof r->folder, "%s", kv_config_text(c, "output"));
+    else
+        default_folder(r);
+out:
+    return st;
+}
+
+static kv_status save_evict(const run *r, const kv_row_result *result, const char *folder) {
+    kv_status st = KV_OK, closed;
+    char path[PATH_MAX + 16], item[KV_VARIANT_MAX + 64];
+    kv_evict_writer *w = NULL;
+    snprintf(path, sizeof path, "%s/evict.h5", folder);
+    KV_TRY(kv_evict_writer_open(path, &w));
+    for (size_t i = 0; i < r->plan.n_row; i++) {
+        const kv_row *row = &r->plan.row[i];
+        if (!result[i].evict_at) continue;
+        snprintf(item, sizeof item, "%s%s%s", row->policy->name, row->variant[0] ? ":" : "",
+                 row->variant);
+        KV_TRY(kv_evict_writer_add(w, item, row->run.budget, r->info->n_layer, r->info->n_kv_head,
+                                   r->info->n_token, result[i].evict_at));
+    }
+out:
+    closed = w ? kv_evict_writer_close(w) : KV_OK;
+    return st != KV_OK ? st : closed;
+}
+
+static kv_status write_files(run *r, const kv_row_result *result, double dense_seconds,
+                             const char *folder, json_t **summary) {
+    kv_status st = KV_OK;
+    json_t *manifest = NULL;
+    kv_report report = {.config = r->config,
+                        .trace = r->info,
+                        .plan = &r->plan,
+                        .result = result,
+                        .has_metrics = r->job == KV_JOB_EXPERIMENT};
+    if (!(*summary = kv_summary_make(&report))) KV_RAISE(KV_E_INTERNAL, "out of memory");
+    KV_TRY(kv_json_write(*summary, folder, "summary.json"));
+    KV_TRY(kv_metrics_csv_write(&report, folder));
+    if (kv_config_flag(r->config, "save_evict")) KV_TRY(save_evict(r, result, folder));
+    manifest = kv_manifest_make(r->identity, r->info, r->start, dense_seconds);
+    if (!manifest) KV_RAISE(KV_E_INTERNAL, "out of memory");
+    KV_TRY(kv_json_write(manifest, folder, "manifest.json"));
+out:
+    json_decref(manifest);
+    return st;
+}
+
+static kv_status compute(run *r, json_t **summary) {
+    kv_status st = KV_OK;
+    kv_staging staging = {0};
+    kv_row_result *result = NULL; /* [n_row] */
+    KV_TRY(kv_staging_open(&staging, r->folder));
+    KV_NEW(result, r->plan.n_row);
+    kv_experiment e = {.trace = r->trace,
+                       .plan = &r->plan,
+                       .ops = r->ops,
+                       .cache_folder = cache_folder,
+                       .timeline_folder = staging.folder,
+                       .keep_evict_at = kv_config_flag(r->config, "save_evict")};
+    if (r->job == KV_JOB_EXPERIMENT) KV_TRY(kv_experiment_run(&e, result));
+    KV_TRY(write_files(r, result, e.dense_seconds, staging.folder, summary));
+    KV_TRY(kv_interrupt_poll());
+    KV_TRY(kv_staging_commit(&staging));
+    kv_dense_cache_trim(cache_folder, cache_limit);
+out:
+    for (size_t i = 0; result && i < r->plan.n_row; i++) kv_row_result_free(&result[i]);
+    free(result);
+    kv_staging_drop(&staging);
+    return st;
+}
+
+kv_status kv_job_run(kv_job job, const kv_config *config) {
+    kv_status st = KV_OK;
+    json_t *summary = NULL;
+    run r = {.job = job, .config = config, .start = kv_now()};
+    KV_TRY(prepare(&r));
+    bool finished = kv_manifest_matches(r.folder, r.identity, r.info) &&
+                    kv_json_read(r.folder, "summary.json", &summary) == KV_OK;
+    if (finished && !kv_config_flag(config, "force")) {
+        kv_log(KV_LOG_INFO, job_name[job], "%s holds this run already (--force repeats it)",
+               r.folder);
+    } else {
+        json_decref(summary);
+        summary = NULL;
+        KV_TRY(compute(&r, &summary));
+    }
+    kv_table_print(summary, r.folder, true);
+out:
+    json_decref(summary);
+    json_decref(r.identity);
+    kv_plan_free(&r.plan);
+    kv_trace_close(r.trace);
+    return st;
+}

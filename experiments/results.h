@@ -1,0 +1,31 @@
+/* What a run leaves behind: summary.json, metrics.csv, manifest.json, and the table on the screen (contract.md 4). */
+#ifndef KV_EXPERIMENTS_RESULTS_H
+#define KV_EXPERIMENTS_RESULTS_H
+
+#include <jansson.h>
+
+#include "experiments/experiment.h"
+
+/* Everything the writers read. accuracy is NULL where no model ran. */
+typedef struct kv_report {
+    const kv_config *config;
+    const kv_trace_info *trace;
+    const kv_plan *plan;
+    const kv_row_result *result; /* [plan->n_row] */
+    bool has_metrics;            /* false: accuracy only (kvlab evaluate) */
+} kv_report;
+
+/* summary.json as a value: fixed key order, undefined is null. NULL when memory is short. */
+json_t *kv_summary_make(const kv_report *report);
+
+/* metrics.csv: one row per number; undefined values are empty. */
+kv_status kv_metrics_csv_write(const kv_report *report, const char *folder);
+
+/* The table of a summary on stdout, what each column means, and where the files are. */
+void kv_table_print(const json_t *summary, const char *folder, bool explain);
+
+/* Reals with 17 digits, one line per key. */
+kv_status kv_json_write(const json_t *value, const char *folder, const char *name);
+kv_status kv_json_read(const char *folder, const char *name, json_t **out);
+
+#endif
