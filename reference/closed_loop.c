@@ -40,11 +40,14 @@ typedef struct slots {
     float *tiny;       /* [n_lane * group] */
 } slots;
 
-static const kv_loop_kernel *const kernels[] = {
-    [KV_ISA_GENERIC] = &kv_loop_kernel_generic,
-    [KV_ISA_AVX2] = &kv_loop_kernel_avx2,
-    [KV_ISA_AVX512] = &kv_loop_kernel_avx512,
-};
+const kv_loop_kernel *kv_loop_kernel_best(void) {
+    static const kv_loop_kernel *const kernels[] = {
+        [KV_ISA_GENERIC] = &kv_loop_kernel_generic,
+        [KV_ISA_AVX2] = &kv_loop_kernel_avx2,
+        [KV_ISA_AVX512] = &kv_loop_kernel_avx512,
+    };
+    return kernels[kv_cpu_isa()];
+}
 
 static void slots_free(slots *s) {
     free(s->time);
@@ -63,7 +66,7 @@ static void slots_free(slots *s) {
 static kv_status slots_new(slots *s, const kv_span *span, const kv_attention_rule *rule,
                            int32_t budget, int32_t first_head, int32_t n_lane) {
     kv_status st = KV_OK;
-    const kv_loop_kernel *kernel = kernels[kv_cpu_isa()];
+    const kv_loop_kernel *kernel = kv_loop_kernel_best();
     const int32_t panel = kernel->panel, d = span->head_dim;
     *s = (slots){.span = span,
                  .kernel = kernel,

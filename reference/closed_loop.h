@@ -1,4 +1,4 @@
-/* Kernels of the closed-loop replay, one table per instruction set (closed_loop_{generic,avx2,avx512}.c compile
+/* Kernels of the closed-loop replay and of the step oracle, one table per instruction set (closed_loop_{generic,avx2,avx512}.c compile
  * closed_loop_kernel.h). A tile is KV_LOOP_STEP consecutive queries of one query head; key slots are stored in panels of `panel`
  * slots, [n_panel][head_dim][panel], so that one pass over a panel serves every tile from registers. */
 #ifndef KV_CLOSED_LOOP_H
@@ -38,5 +38,6 @@ typedef struct kv_loop_kernel {
 } kv_loop_kernel;
 
 extern const kv_loop_kernel kv_loop_kernel_generic, kv_loop_kernel_avx2, kv_loop_kernel_avx512;
+const kv_loop_kernel *kv_loop_kernel_best(void); /* for this processor */
 
 #endif

@@ -1,6 +1,7 @@
 /* Every number of contract.md 3 except accuracy, from evict_at and the dense results, one document of one layer at a time.
  *
- * Use: kv_metrics_open once per (policy, budget); kv_metrics_add for every document of every layer; kv_metrics_finish. Sums over
+ * Use: kv_metrics_open once per (policy, budget); kv_metrics_add for every document of every layer; kv_metrics_finish. Calls for
+ * different layers may run at the same time; the documents of a layer come one after the other, in order. Sums over
  * counted queries are in double; documents and requests are pooled with equal weight per query. Undefined values are NAN here and
  * null in the files. */
 #ifndef KV_METRICS_H
