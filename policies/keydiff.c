@@ -10,6 +10,7 @@
 #include "reference/core/mem.h"
 
 enum { WINDOW, ALL };
+enum { FORK_VALUES = 1 << 16 }; /* below, waking threads costs more than the work */
 
 static const kv_param params[] = {
     {.name = "anchor",
@@ -50,7 +51,7 @@ static kv_status priority(const kv_policy_input *input, float *out) {
     int32_t lead = all || input->run->window > n ? n : input->run->window;
     double *sum = NULL; /* [n_kv_head][head_dim] */
     KV_NEW(sum, span->n_kv_head * d);
-#pragma omp parallel for
+#pragma omp parallel for if (span->n_kv_head * (int64_t)n * d >= FORK_VALUES)
     for (int32_t h = 0; h < span->n_kv_head; h++) {
         const float *k = span->k + h * span->stride * d;
         double *a = sum + h * d;

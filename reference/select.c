@@ -10,6 +10,7 @@
 #include "reference/core/num.h"
 
 enum { DIGIT = 11, BUCKETS = 1 << DIGIT, PASSES = 3 };
+enum { FORK_TOKENS = 1 << 13 }; /* below, waking threads costs more than the work */
 
 /* Stable sort of key[n], (~ordered(priority)) << 32 | t, by the upper half; t already ascends. The result lies in the returned one
  * of the two arrays. */
@@ -148,7 +149,7 @@ kv_status kv_select(const kv_span *span, const kv_run *run, const float *priorit
                     int32_t *evict_at) {
     kv_status st = KV_OK, *head = NULL;
     KV_NEW(head, span->n_kv_head);
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if (span->n_kv_head * span->n_token >= FORK_TOKENS)
     for (int32_t h = 0; h < span->n_kv_head; h++)
         head[h] = select_head(run, priority + h * span->stride, span->n_token,
                               evict_at + h * span->stride);

@@ -10,7 +10,8 @@
 #include "reference/core/mem.h"
 #include "reference/core/num.h"
 
-enum { RAGGED_PAGE = 64 }; /* slots by which a cache without a fixed budget grows */
+enum { FORK_PRODUCTS = 1 << 18 }; /* below, waking threads costs more than the work */
+enum { RAGGED_PAGE = 64 };        /* slots by which a cache without a fixed budget grows */
 
 /* Slots of one KV head. Memory comes in pages: one page of the whole budget, or small ones when lengths are ragged. */
 typedef struct slots {
@@ -173,7 +174,8 @@ out:
 static void attend(stream *m, int32_t u, float *o) {
     const kv_span *span = m->span;
     int32_t group = span->n_q_head / span->n_kv_head;
-#pragma omp parallel for
+    int64_t products = (int64_t)span->n_q_head * span->head_dim * m->head[0].used;
+#pragma omp parallel for if (products >= FORK_PRODUCTS)
     for (int32_t h = 0; h < span->n_kv_head; h++)
         for (int32_t i = h * group; i < (h + 1) * group; i++) {
             size_t at = (size_t)(i * span->stride + u) * (size_t)span->head_dim;

@@ -110,7 +110,7 @@ Test(select, pointer_equals_fenwick_equals_definition) {
 
 /* Several heads, stride beyond the document: each head as if alone, nothing written outside, same bytes on any thread count. */
 Test(select, heads_strides_and_threads) {
-    enum { N = 300, STRIDE = 317, H = 5 };
+    enum { N = 300, STRIDE = 317, H = 30 }; /* enough tokens for several threads */
     kv_span span = {.n_token = N, .stride = STRIDE, .n_q_head = H, .n_kv_head = H, .layer_id = 7};
     kv_run run = run_of(3, 10, 20);
     float *priority = malloc(H * STRIDE * sizeof *priority);
