@@ -21,6 +21,9 @@ typedef struct work { /* state of one run */
     kv_metrics **metrics; /* [n_row] */
     kv_timeline *timeline;
     kv_params oracle_params; /* built-in defaults: KT is always the oracle of power 1 */
+    float *
+        score; /* [n_kv_head][n_token] scores recorded for this layer, NULL when no row uses them */
+    double *delta; /* [n_kv_head] */
     kv_progress progress;
     double done;
 } work;
@@ -55,8 +58,13 @@ static kv_policy_input input_of(const work *w, const place *p, const kv_row *row
         .weights = row->weights ? &row->weights->tensors : NULL,
         .dense = &p->dense,
         .ops = w->e->ops,
+        .trace_score = w->score ? w->score + p->span.first : NULL,
+        .trace_delta = w->delta,
     };
 }
+
+/* Recorded scores come without the target they were trained on. */
+static bool has_own(const kv_row *row) { return row->policy->own_target && row->weights; }
 
 static void want_power(kv_dense_request *r, double power) {
     for (int32_t i = 0; i < r->n_power; i++)
@@ -80,7 +88,7 @@ static kv_status list_powers(const work *w, const place *p, kv_dense_request *r)
         const kv_row *row = &plan->row[i];
         double power = 1;
         bool mean;
-        if (row->policy->own_target) {
+        if (has_own(row)) {
             kv_policy_input input = input_of(w, p, row);
             double log_gamma[w->trace->n_kv_head];
             kv_status st = row->policy->own_target(&input, &power, &mean, log_gamma);
@@ -161,7 +169,7 @@ static kv_status run_policy(work *w, place *p, size_t i) {
     int64_t offset = (int64_t)p->span.layer_index * w->trace->n_kv_head * w->trace->n_token;
     KV_TRY(find_oracle(w, p, i));
     KV_TRY(kv_replay(row->policy, &input, p->evict_at));
-    if (row->policy->own_target) KV_TRY(find_own(p, row->policy, &input));
+    if (has_own(row)) KV_TRY(find_own(p, row->policy, &input));
     kv_masked_request request = {.evict_at = p->evict_at,
                                  .sinks = row->run.sinks,
                                  .window = row->run.window,
@@ -174,7 +182,7 @@ static kv_status run_policy(work *w, place *p, size_t i) {
                             .masked = &masked,
                             .evict_at = p->evict_at,
                             .evict_oracle = p->oracle[i],
-                            .evict_own = row->policy->own_target ? p->own : NULL,
+                            .evict_own = has_own(row) ? p->own : NULL,
                             .kind = p->kind};
     KV_TRY(kv_metrics_add(w->metrics[i], &item));
     if (w->timeline) kv_timeline_add(w->timeline, i, &p->span, p->evict_at);
@@ -224,11 +232,28 @@ static bool reads_hidden(const kv_experiment *e, const kv_trace_info *trace) {
     return wanted && trace->has_hidden;
 }
 
+/* kvpop:scores=trace */
+static kv_status read_scores(work *w, int32_t index) {
+    kv_status st = KV_OK;
+    const kv_row *wants = NULL;
+    for (size_t i = 0; i < w->e->plan->n_row; i++)
+        if (kv_row_reads_scores(&w->e->plan->row[i])) wants = &w->e->plan->row[i];
+    if (!wants) return KV_OK;
+    if (!w->score) {
+        KV_NEW(w->score, w->trace->n_kv_head * w->trace->n_token);
+        KV_NEW(w->delta, w->trace->n_kv_head);
+    }
+    KV_TRY(kv_trace_read_score(w->e->trace, wants->policy->name, index, w->score, w->delta));
+out:
+    return st;
+}
+
 static kv_status run_layer(work *w, int32_t index) {
     kv_status st = KV_OK;
     kv_trace_layer layer = {0};
     kv_log(KV_LOG_INFO, "experiment", "layer %d of %d", index + 1, w->trace->n_layer);
     KV_TRY(kv_trace_read_layer(w->e->trace, index, reads_hidden(w->e, w->trace), &layer));
+    KV_TRY(read_scores(w, index));
     for (int32_t doc = 0; doc < w->trace->n_document; doc++)
         KV_TRY(run_document(w, &layer, index, doc));
     if (w->timeline) KV_TRY(kv_timeline_write_layer(w->timeline, w->trace->layer_id[index]));
@@ -274,6 +299,8 @@ out:
     }
     for (size_t i = 0; w.metrics && i < e->plan->n_row; i++) kv_metrics_free(w.metrics[i]);
     free(w.metrics);
+    free(w.score);
+    free(w.delta);
     kv_params_free(&w.oracle_params);
     return st;
 }

@@ -172,6 +172,8 @@ out:
     return st;
 }
 
+bool kv_row_reads_scores(const kv_row *row) { return kv_params_int(&row->params, "scores") == 1; }
+
 void kv_plan_free(kv_plan *plan) {
     for (size_t i = 0; i < plan->n_row; i++) kv_params_free(&plan->row[i].params);
     for (size_t i = 0; i < plan->n_weights; i++) {

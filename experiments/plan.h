@@ -36,6 +36,9 @@ kv_status kv_plan_check(const kv_config *config);
  * message lists them all), bad parameter, bad budget. Weights are not opened. */
 kv_status kv_plan_make(const kv_config *config, int32_t longest, kv_plan *out);
 
+/* True when the scores recorded in the trace are used in place of weights (kvpop:scores=trace). */
+bool kv_row_reads_scores(const kv_row *row);
+
 /* Opens the weights of the learned rows: --weights, else the gate that the trace holds (dms), else the shipped file whose budget is
  * nearest. KV_E_NOINPUT when there is none, KV_E_DATA when window, layers, KV heads or head size differ from the trace's. */
 kv_status kv_plan_open_weights(kv_plan *plan, const kv_config *config, const kv_trace_info *trace);

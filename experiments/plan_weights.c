@@ -143,7 +143,7 @@ kv_status kv_plan_open_weights(kv_plan *plan, const kv_config *config, const kv_
         kv_status st = KV_OK;
         char name[PATH_MAX], path[PATH_MAX];
         const char *chosen = chosen_file(config, row->policy->name);
-        if (!row->policy->learned) continue;
+        if (!row->policy->learned || kv_row_reads_scores(row)) continue;
         if (!chosen && row->policy->kind == KV_GATE && trace->has_gate) continue;
         if (!chosen) {
             st = nearest_shipped(row->policy->name, row->run.budget, name, sizeof name);
