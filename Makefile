@@ -11,10 +11,13 @@ endif
 BUILD    ?= build
 SAN      ?=#                      SAN=1: address and undefined-behaviour sanitizers
 OPT      ?= -O3
+V        ?=#                      V=1: show whole commands
+Q        := $(if $(V),,@)
+SAY      := @$(if $(V),:,echo)
 WARN     := -Wall -Wextra -Wconversion -Wshadow -Werror
 PACKAGES := hdf5-serial openblas jansson libxxhash
 PKG_CFLAGS = $(shell pkg-config --cflags $(PACKAGES) 2>/dev/null)
-PKG_LIBS   = $(shell pkg-config --libs $(PACKAGES) 2>/dev/null) -linih
+PKG_LIBS   = $(shell pkg-config --libs $(PACKAGES) 2>/dev/null) -lhdf5_hl -linih
 
 CPPFLAGS = -I. -D_GNU_SOURCE $(PKG_CFLAGS)
 CFLAGS   = -std=c11 -g $(OPT) -fopenmp -ffp-contract=off -fno-omit-frame-pointer $(WARN) $(if $(SAN),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all)
@@ -36,7 +39,7 @@ include experiments/experiments.mk
 all: kvlab
 
 help:
-	@sed -n 's/^#: //p' Makefile kernels/kernels.mk
+	@sed -n 's/^#: \{0,1\}//p' Makefile kernels/kernels.mk experiments/experiments.mk
 
 #: make setup                              install missing packages (apt), or print the command
 setup: $(BUILD)/.setup
@@ -48,25 +51,28 @@ $(BUILD)/.setup: experiments/setup.sh
 #: make                                    build ./kvlab
 $(BUILD)/%.o: %.c | $(BUILD)/.setup
 	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) $(CFLAGS) $(ISA_$(patsubst %.c,%,$(lastword $(subst _, ,$(notdir $<))))) -MMD -MP -c $< -o $@
+	$(SAY) "  CC   $<"
+	$(Q)$(CC) $(CPPFLAGS) $(CFLAGS) $(ISA_$(patsubst %.c,%,$(lastword $(subst _, ,$(notdir $<))))) -MMD -MP -c $< -o $@
 ISA_avx2   := -mavx2 -mfma -mf16c
 ISA_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
 
 $(LIB): $(OBJS) $(CUDA_OBJS)
 	@rm -f $@
-	ar rcs $@ $^
+	$(Q)ar rcs $@ $^
 
 kvlab: $(BUILD)/kvlab
 	@ln -sf $(BUILD)/kvlab kvlab
 $(BUILD)/kvlab: $(BUILD)/experiments/main.o $(LIB)
-	$(CC) $(LDFLAGS) $^ $(CUDA_LIBS) $(LDLIBS) -o $@
+	$(SAY) "  LINK $@"
+	$(Q)$(CC) $(LDFLAGS) $^ $(CUDA_LIBS) $(LDLIBS) -o $@
 -include $(OBJS:.o=.d) $(BUILD)/experiments/main.d
 
 # Tests: one Criterion binary. T=test_select test_replay narrows it while developing.
 T          ?= $(basename $(notdir $(wildcard tests/test_*.c)))
 TEST_OBJS  := $(patsubst %,$(BUILD)/tests/%.o,$(T)) $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/naive/*.c))
 $(BUILD)/kvtests: $(TEST_OBJS) $(LIB)
-	$(CC) $(LDFLAGS) $^ $(CUDA_LIBS) $(LDLIBS) -lcriterion -o $@
+	$(SAY) "  LINK $@"
+	$(Q)$(CC) $(LDFLAGS) $^ $(CUDA_LIBS) $(LDLIBS) -lcriterion -o $@
 -include $(TEST_OBJS:.o=.d)
 
 .PHONY: unit

@@ -196,7 +196,8 @@ static kv_status compute_missing(const kv_ops *ops, const kv_span *span,
     MOVE(lse)
     MOVE(long_mass)
     MOVE(top_p)
-    MOVE(top_t) MOVE(o)
+    MOVE(top_t)
+    MOVE(o)
 #undef MOVE
         out : kv_dense_free(&fresh);
     return st;

@@ -1,3 +1,17 @@
+# Everyday targets: thin calls of ./kvlab. Parameters are make variables, for example
+#   make experiment POLICY=streaming,h2o BUDGET=1024,2048 SET="h2o.recent_share=0.5"
+POLICY ?= streaming,h2o,oracle,oracle:power=2
+BUDGET ?= 2048
+SEED   ?= 1
+LENGTH ?= 16384
+DEVICE ?= cpu
+MODEL  ?= traces/model
+SET    ?=
+TRACE  ?= traces/data/reasoning-$(LENGTH)-s$(SEED).h5
+JOBS   ?= $(shell nproc)
+SETS    = $(foreach s,$(SET),--set '$(s)')
+AGAIN   = +$(MAKE) -s --no-print-directory -j$(JOBS)
+
 # Identity of the build: rewritten only when it changes, so that nothing else is built again.
 $(BUILD)/kv_build.h: FORCE | $(BUILD)/.setup
 	@experiments/version.sh '$(CC) $(CFLAGS)' >$@.new
@@ -6,3 +20,73 @@ $(BUILD)/experiments/version.o: $(BUILD)/kv_build.h
 $(BUILD)/experiments/version.o: CPPFLAGS += -I$(BUILD)
 .PHONY: FORCE
 FORCE:
+
+# `make` reads package flags while it starts, so everything that needs a build calls make again once the packages are there.
+.PHONY: build trace experiment evaluate sweep plots train bench verify test asan clean format-check ci
+build: setup
+	$(AGAIN) kvlab
+
+# traces/data/reasoning-<length>-s<seed>.h5, recorded by running the embedded model. Other traces must exist.
+traces/data/reasoning-%.h5:
+	@mkdir -p $(@D)
+	@name='$*'; echo "recording $@" >&2; \
+	./kvlab record --model $(MODEL) --corpus reasoning --length "$${name%-s*}" --seed "$${name#*-s}" --output $@
+
+#: make trace [SEED= LENGTH=]              record the default trace (held-out seeds are below 2^31)
+trace: build
+	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
+
+#: make experiment POLICY= BUDGET= [TRACE= SEED= SET= DEVICE=]
+#:                                         replay policies, print the table, write results and pictures
+experiment: build
+	@./kvlab policies '$(POLICY)'
+	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
+	@./kvlab experiment --trace '$(TRACE)' --policy '$(POLICY)' --budget '$(BUDGET)' --seed '$(SEED)' --device $(DEVICE) $(SETS)
+	@plots/draw.sh results/latest
+
+#: make sweep [TRACE=]                     16 points: the policies of experiments/sweep.ini at several budgets, with pictures
+sweep: build
+	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
+	@./kvlab experiment --config experiments/sweep.ini --trace '$(TRACE)' --device $(DEVICE) $(SETS)
+	@plots/draw.sh results/latest
+
+#: make plots [RESULTS=DIR]                draw the pictures of a results folder again (default: the latest)
+RESULTS ?= results/latest
+plots: build
+	@plots/draw.sh '$(RESULTS)'
+
+#: make evaluate POLICY= BUDGET= [MODEL=]  accuracy of a model under a policy
+evaluate: build
+	@./kvlab policies '$(POLICY)'
+	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
+	@./kvlab evaluate --model '$(MODEL)' --trace '$(TRACE)' --policy '$(POLICY)' --budget '$(BUDGET)' --seed '$(SEED)' --device $(DEVICE) $(SETS)
+
+#: make bench                              time of the kernels against this machine's ceiling
+bench: build
+	@./kvlab bench
+#: make verify                             GPU against CPU
+verify: build
+	@./kvlab verify
+
+#: make test                               everything that needs no GPU
+test: setup
+	$(AGAIN) $(BUILD)/kvtests kvlab
+	@tests/run.sh $(BUILD)/kvtests
+$(BUILD)/kvtests: | $(BUILD)/kvlab
+
+#: make asan                               the tests under address and undefined-behaviour sanitizers, with a leak gate
+asan: setup
+	$(AGAIN) SAN=1 OPT=-O1 BUILD=build-asan build-asan/kvtests
+	@tests/run_sanitized.sh build-asan/kvtests
+
+#: make format-check                       clang-format on every C file
+format-check:
+	@git ls-files '*.c' '*.h' | xargs clang-format --dry-run -Werror
+
+#: make ci                                 what .ci/run does: everything, CPU only
+ci:
+	@.ci/run
+
+#: make clean                              remove builds (results and traces stay)
+clean:
+	rm -rf build build-asan build-clang kvlab

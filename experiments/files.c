@@ -104,12 +104,11 @@ void kv_staging_drop(kv_staging *s) {
     s->folder[0] = '\0';
 }
 
-kv_status kv_write_text(const char *folder, const char *name, const char *text) {
-    char path[PATH_MAX + 64];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    FILE *f = fopen(path, "w");
-    if (!f) return KV_FAIL(KV_E_CANTCREATE, "cannot create %s: %s", path, strerror(errno));
-    bool good = fputs(text, f) >= 0;
-    if (fclose(f) != 0) good = false;
-    return good ? KV_OK : KV_FAIL(KV_E_IO, "writing %s failed: %s", path, strerror(errno));
+void kv_link(const char *folder, const char *link) {
+    char temporary[PATH_MAX];
+    size_t parent = 0;
+    for (size_t i = 0; link[i] && link[i] == folder[i]; i++)
+        if (link[i] == '/') parent = i + 1;
+    snprintf(temporary, sizeof temporary, "%s.%d", link, (int)getpid());
+    if (symlink(folder + parent, temporary) == 0 && rename(temporary, link) != 0) unlink(temporary);
 }

@@ -20,7 +20,7 @@ kv_status kv_staging_open(kv_staging *s, const char *target);
 kv_status kv_staging_commit(kv_staging *s);
 void kv_staging_drop(kv_staging *s); /* removes it; harmless after a commit */
 
-/* Writes `bytes` of text to folder/name. KV_E_IO names the file and the reason. */
-kv_status kv_write_text(const char *folder, const char *name, const char *text);
+/* Makes the symbolic link `link` point to `folder` (both below one parent folder); a link that cannot be made is no error. */
+void kv_link(const char *folder, const char *link);
 
 #endif

@@ -150,6 +150,7 @@ kv_status kv_job_run(kv_job job, const kv_config *config) {
         summary = NULL;
         KV_TRY(compute(&r, &summary));
     }
+    if (!kv_config_text(config, "output")[0]) kv_link(r.folder, "results/latest");
     kv_table_print(summary, r.folder, true);
 out:
     json_decref(summary);
