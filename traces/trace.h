@@ -88,6 +88,8 @@ typedef struct kv_trace_writer kv_trace_writer;
 kv_status kv_trace_writer_open(const char *path, const kv_trace_spec *spec, kv_trace_writer **out);
 /* q [n_q_head][stride][d], k, v [n_kv_head][stride][d], lse [n_q_head][stride] or NULL, hidden [n_token][d_model] or NULL. */
 kv_status kv_trace_writer_layer(kv_trace_writer *w, const kv_span *span, const float *lse);
+/* True after a layer was refused (KV_E_DATA) because a finite q, k or v exceeds the range of spec->type. */
+bool kv_trace_writer_overflowed(const kv_trace_writer *w);
 kv_status kv_trace_writer_close(kv_trace_writer *w,
                                 bool keep); /* keep=false, or NULL: removes the unfinished file */
 
