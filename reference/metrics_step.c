@@ -74,9 +74,12 @@ static void step_queries(const kv_span *span, const kv_run *run, const kv_dense 
             float *p = rows + (size_t)(g * STEP + i) * n_padded;
             if (span->softcap > 0) f->softcap(p, n, span->softcap);
             f->exponential(p, n, dense->lse[(h * group + g) * span->stride + u + i]);
-            for (int32_t t = 0; g > 0 && t < n; t++) mean[t] += p[t];
+            for (int32_t t = u + i + 1; t < n; t++) p[t] = 0; /* the future and the padding */
+            /* 1 but for the rounding of the fp32 log-sum-exp, which matters when logits are large */
+            const float scale = (float)(1 / (group * f->sum(p, n)));
+            for (int32_t t = 0; t <= u + i; t++) mean[t] = p[t] * scale + (g > 0 ? mean[t] : 0);
         }
-        out[u + i] = mass_of(run, mean, u + i) / group;
+        out[u + i] = mass_of(run, mean, u + i);
     }
 }
 
