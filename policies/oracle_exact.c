@@ -8,14 +8,7 @@
 
 #include "reference/assignment.h"
 #include "reference/core/mem.h"
-
-static double logit(const kv_span *span, const float *q, const float *k) {
-    double dot = 0;
-    for (int32_t c = 0; c < span->head_dim; c++) dot += (double)q[c] * (double)k[c];
-    dot *= (double)span->scale;
-    double cap = (double)span->softcap;
-    return cap > 0 ? cap * tanh(dot / cap) : dot;
-}
+#include "reference/logit.h"
 
 /* mass [n_token][n_token]: group mean of p(u->t), 0 for t > u. row [n_token] is scratch. */
 static void group_mass(const kv_span *span, int32_t h, double *mass, double *row) {
@@ -25,7 +18,7 @@ static void group_mass(const kv_span *span, int32_t h, double *mass, double *row
         for (int32_t u = 0; u < n; u++) {
             double max = -INFINITY, sum = 0;
             for (int32_t t = 0; t <= u; t++) {
-                row[t] = logit(span, span->q + (i * span->stride + u) * d, k + (int64_t)t * d);
+                row[t] = kv_logit(span, span->q + (i * span->stride + u) * d, k + (int64_t)t * d);
                 max = fmax(max, row[t]);
             }
             for (int32_t t = 0; t <= u; t++) sum += row[t] = exp(row[t] - max);
@@ -71,8 +64,11 @@ out:
 
 static kv_status decide(const kv_policy_input *input, int32_t *evict_at) {
     kv_status st = KV_OK;
-    for (int32_t h = 0; h < input->span->n_kv_head && st == KV_OK; h++)
-        st = decide_head(input, h, evict_at + h * input->span->stride);
+    for (int32_t h = 0; h < input->span->n_kv_head; h++) {
+        KV_TRY(kv_interrupt_poll());
+        KV_TRY(decide_head(input, h, evict_at + h * input->span->stride));
+    }
+out:
     return st;
 }
 

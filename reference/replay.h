@@ -4,8 +4,8 @@
 
 #include "policies/policy.h"
 
-/* evict_at [n_kv_head][stride]. Applies the kind's shared code, checks evict_at >= t+1 and canonicalises never (contract.md 1).
- * Budgets below sinks + window are refused before (kv_run_check). KV_E_USAGE when the document is longer than max_token. */
+/* evict_at [n_kv_head][stride]. Applies the kind's shared code through input->ops, checks evict_at >= t+1 and turns values past the
+ * document's end into KV_NEVER (contract.md 1). Refuses what kv_replay_check refuses. */
 kv_status kv_replay(const kv_policy *policy, const kv_policy_input *input, int32_t *evict_at);
 
 /* B >= sinks + window, window >= 1, B >= 1, sinks >= 0; KV_E_USAGE names the options. */

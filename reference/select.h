@@ -9,7 +9,7 @@
 kv_status kv_rank(const float *priority, int32_t n, int32_t *rank, int32_t *at);
 
 /* Running cutoff by the bitmap pointer (maths.md 3.6). evict_at [n], tau [n] or NULL: cutoff rank at every q, n while every
- * eligible token is kept. k = 0 is handled (evict_at[t] = t + window). */
+ * eligible token is kept. k = 0 is handled (evict_at[t] = t + window; tau is -1: no rank is kept). */
 kv_status kv_cutoff_pointer(const int32_t *rank, const int32_t *at, int32_t n, int32_t sinks,
                             int32_t window, int32_t k, int32_t *evict_at, int32_t *tau);
 /* The same tau by Algorithm 2 of the paper (Fenwick tree, maths.md 3.5); k >= 1. */

@@ -9,6 +9,7 @@
 
 #include "reference/core/mem.h"
 #include "reference/core/num.h"
+#include "reference/logit.h"
 
 enum { FORK_PRODUCTS = 1 << 18 }; /* below, waking threads costs more than the work */
 enum { RAGGED_PAGE = 64 };        /* slots by which a cache without a fixed budget grows */
@@ -32,9 +33,10 @@ static void slots_free(slots *s) {
     free(s->slot_of);
     free(s->key);
     free(s->weight);
+    free(s->sum);
 }
 
-static kv_status slots_open(slots *s, int32_t n_token, int32_t fixed) {
+static kv_status slots_open(slots *s, int32_t n_token, int32_t head_dim, int32_t fixed) {
     kv_status st = KV_OK;
     s->page_slots = fixed > 0 ? fixed : RAGGED_PAGE;
     KV_NEW(s->page, n_token / s->page_slots + 1);
@@ -43,6 +45,7 @@ static kv_status slots_open(slots *s, int32_t n_token, int32_t fixed) {
     KV_NEW(s->slot_of, n_token);
     KV_NEW(s->key, n_token);
     KV_NEW(s->weight, n_token);
+    KV_NEW(s->sum, head_dim);
 out:
     return st;
 }
@@ -85,28 +88,22 @@ static int32_t slots_leave(slots *s, int32_t slot) {
     return t;
 }
 
-static double slot_logit(const kv_span *span, const float *q, const float *k) {
-    double dot = 0;
-    for (int32_t c = 0; c < span->head_dim; c++) dot += (double)q[c] * (double)k[c];
-    dot *= (double)span->scale;
-    double cap = (double)span->softcap;
-    return cap > 0 ? cap * tanh(dot / cap) : dot;
-}
-
 /* o [head_dim] of one query over everything held. The query's own token is held, so the sum is positive. */
 static void slots_attend(slots *s, const kv_span *span, const float *q, float *o) {
     int32_t d = span->head_dim;
-    double max = -INFINITY, sum = 0;
+    double max = -INFINITY, total = 0;
     for (int32_t i = 0; i < s->used; i++) {
-        s->weight[i] = s->token[i] < 0 ? -INFINITY : slot_logit(span, q, slot_row(s, i, d));
+        s->weight[i] = s->token[i] < 0 ? -INFINITY : kv_logit(span, q, slot_row(s, i, d));
         max = fmax(max, s->weight[i]);
     }
-    for (int32_t i = 0; i < s->used; i++) sum += s->weight[i] = exp(s->weight[i] - max);
-    for (int32_t c = 0; c < d; c++) {
-        double x = 0;
-        for (int32_t i = 0; i < s->used; i++) x += s->weight[i] * (double)slot_row(s, i, d)[d + c];
-        o[c] = (float)(x / sum);
+    for (int32_t c = 0; c < d; c++) s->sum[c] = 0;
+    for (int32_t i = 0; i < s->used; i++) {
+        const float *v = slot_row(s, i, d) + d;
+        double p = exp(s->weight[i] - max);
+        total += p;
+        for (int32_t c = 0; c < d; c++) s->sum[c] += p * (double)v[c];
     }
+    for (int32_t c = 0; c < d; c++) o[c] = (float)(s->sum[c] / total);
 }
 
 typedef struct stream {
@@ -216,8 +213,9 @@ kv_status kv_stream_attend(const kv_policy *policy, const kv_policy_input *input
     KV_NEW(m.v, n_head * d);
     KV_NEW(m.arrived, n_head);
     for (int32_t h = 0; h < n_head; h++)
-        KV_TRY(slots_open(&m.head[h], span->n_token, fixed_slots(policy, input)));
+        KV_TRY(slots_open(&m.head[h], span->n_token, d, fixed_slots(policy, input)));
     for (int32_t u = 0; u < span->n_token; u++) {
+        KV_TRY(kv_interrupt_poll());
         KV_TRY(step(&m, u));
         if (o) attend(&m, u, o);
     }

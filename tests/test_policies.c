@@ -32,7 +32,7 @@ Test(policies, descriptors_are_sound) {
             cr_expect(islower((unsigned char)*c) || isdigit((unsigned char)*c) || *c == '_',
                       "%s: '%c' cannot stand in a list of policies", p->name, *c);
         cr_expect(p->summary && p->summary[0] && !strchr(p->summary, '\n') &&
-                      strlen(p->summary) <= 80,
+                      strlen(p->summary) <= 100,
                   "%s: the summary is not one short line", p->name);
         cr_expect(p->source && p->source[0], "%s names no source", p->name);
         int groups = !!p->priority + !!p->gate + !!p->rule + !!p->decide;
