@@ -19,8 +19,8 @@ typedef struct slots {
     int32_t page_slots, n_page, used, n_free; /* `used` slots were ever filled */
     float **page;                             /* [pages][page_slots][2][head_dim]: K row, V row */
     int32_t *token, *free_slot, *slot_of;     /* [n_token]; token -1: free; slot_of by token */
-    uint64_t *key;  /* [n_token] the least key leaves first; KEEP: may not leave */
-    double *weight; /* [n_token] scratch of attend */
+    uint64_t *key;        /* [n_token] the least key leaves first; KEEP: may not leave */
+    double *weight, *sum; /* [n_token], [head_dim] scratch of attend */
 } slots;
 
 static const uint64_t KEEP = UINT64_MAX;
