@@ -11,27 +11,28 @@
 
 enum { STEP = KV_LOOP_STEP, LEVELS = 3, BINS = 2048 };
 
-/* Sum of the k largest of x[n] >= 0, 1 <= k <= n. The bits of a nonnegative float order like the float: three histograms of
- * 11, 11 and 10 bits find the k-th largest without a branch per element. */
-static double sum_of_largest(const float *x, int32_t n, int32_t k) {
-    static const int shift[LEVELS] = {21, 10, 0}, width[LEVELS] = {11, 11, 10};
-    uint32_t prefix = 0;
-    int32_t left = k; /* how many of those with the bits found so far belong to the k */
-    for (int level = 0; level < LEVELS; level++) {
-        int32_t count[BINS] = {0}, bin = (1 << width[level]) - 1;
-        const int above = shift[level] + width[level];
-        const uint32_t low_bits = (1u << width[level]) - 1;
-        for (int32_t i = 0; i < n; i++) {
-            const uint32_t bits = kv_bits(x[i]);
-            count[(bits >> shift[level]) & low_bits] += above == 32 || bits >> above == prefix;
-        }
-        for (; left > count[bin]; bin--) left -= count[bin];
-        prefix = prefix << width[level] | (uint32_t)bin;
-    }
-    const float least = kv_from_bits(prefix);
+/* Sum of the k largest of x[n] >= 0, 1 <= k <= n. The bits of a nonnegative float order like the float: a histogram of 11 bits
+ * tells which bin holds the k-th largest; what lies above is summed, what lies in it moves to the front for the next 11 bits.
+ * Nothing branches on an element. x is overwritten. */
+static double sum_of_largest(float *x, int32_t n, int32_t k) {
+    static const int shift[LEVELS] = {21, 10, 0};
+    static const uint32_t mask[LEVELS] = {0x7ff, 0x7ff, 0x3ff};
     double sum = 0;
-    for (int32_t i = 0; i < n; i++) sum += x[i] > least ? (double)x[i] : 0;
-    return sum + left * (double)least;
+    for (int level = 0; level < LEVELS; level++) {
+        int32_t count[BINS] = {0}, kept = 0;
+        for (int32_t i = 0; i < n; i++) count[(kv_bits(x[i]) >> shift[level]) & mask[level]]++;
+        uint32_t bin = mask[level];
+        for (; k > count[bin]; bin--) k -= count[bin];
+        for (int32_t i = 0; i < n; i++) {
+            const float value = x[i];
+            const uint32_t own = (kv_bits(value) >> shift[level]) & mask[level];
+            sum += own > bin ? (double)value : 0;
+            x[kept] = value;
+            kept += own == bin;
+        }
+        n = kept;
+    }
+    return sum + k * (double)x[0];
 }
 
 static double sum_of(const float *x, int32_t n) {
@@ -50,7 +51,7 @@ static void pack(const kv_span *span, int32_t h, int32_t panel, float *out) {
                 k[(size_t)t * d + c];
 }
 
-static double mass_of(const kv_run *run, const float *p, int32_t u) {
+static double mass_of(const kv_run *run, float *p, int32_t u) {
     const int32_t s = run->sinks, w = run->window, k = run->budget - s - w, n = u - w - s + 1;
     const double fixed = sum_of(p, s) + sum_of(p + u - w + 1, w);
     return fixed + (k > 0 ? sum_of_largest(p + s, n, k) : 0);
