@@ -1,0 +1,3 @@
+/* Attention kernels for plain C (any processor). */
+#define KERNEL kv_attention_generic
+#include "reference/attention_impl.h"
