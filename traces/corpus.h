@@ -16,6 +16,7 @@ enum {
     KV_KIND_EQUATION
 };
 enum { KV_SCORED_NONE, KV_SCORED_DETERMINISTIC, KV_SCORED_RECALL, KV_SCORED_RESULT };
+enum { KV_TOKEN_EOS = 2, KV_TOKEN_ANSWER = 60 }; /* answer : x y = d d <eos> ends a problem */
 
 /* One sequence of `length` tokens for `seed`: token [length], kind [length], scored [length]. Number of equations and the other
  * settings follow contract.md 4 ("Default corpus"). KV_E_USAGE names an unknown corpus or a length below 64. */

@@ -1,0 +1,292 @@
+/* Accuracy through a model, document by document (contract.md 3). */
+#include "experiments/accuracy.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "experiments/experiment.h"
+#include "policies/registry.h"
+#include "reference/core/log.h"
+#include "reference/core/mem.h"
+#include "reference/core/progress.h"
+#include "reference/replay.h"
+#include "traces/corpus.h"
+
+enum { NO_PROBLEM = -1 };
+
+struct kv_accuracy_bench {
+    const kv_model *model;
+    const kv_trace_info *trace;
+    const kv_ops *ops;
+    uint8_t *want;     /* [n_token] the logits of this row are needed */
+    uint8_t *counted;  /* [n_token] the token is counted: scored, x-1 > S/4 */
+    int32_t *problem;  /* [n_token] the counted problem whose answer digit this is, or NO_PROBLEM */
+    int32_t n_problem; /* counted problems */
+    int64_t n_row;     /* counted tokens */
+    int32_t *argmax;   /* [n_row] of the full run */
+    float *logits;     /* [n_row][vocab] of the full run */
+    double *lse;       /* [n_row] of the full run */
+    kv_accuracy full;
+};
+
+/* One run over all documents. */
+typedef struct walk {
+    kv_accuracy_bench *bench;
+    const kv_row *row; /* NULL: the full run, which fills the bench */
+    int32_t document;
+    int64_t first;             /* of the document */
+    int64_t next;              /* counted rows seen so far */
+    int64_t seen[4], right[4]; /* by `scored` */
+    int64_t agreed;
+    double kl;
+    uint8_t *wrong; /* [n_problem] */
+    kv_progress progress;
+    double done;
+} walk;
+
+/* contract.md 3: counted from a quarter of the document on, whatever the budget. x is relative to the document. */
+static bool is_counted(int64_t x, int64_t n_token) { return x > 0 && 4 * (x - 1) > n_token; }
+
+/* Problems of one document: the result digits between `answer` and `<eos>`. */
+static void find_problems(kv_accuracy_bench *b, int64_t first, int64_t end) {
+    const kv_trace_info *t = b->trace;
+    for (int64_t x = first; x < end; x++) {
+        if (t->token[x] != KV_TOKEN_ANSWER) continue;
+        int64_t stop = x + 1, digits = 0;
+        while (stop < end && t->token[stop] != KV_TOKEN_EOS && t->token[stop] != KV_TOKEN_ANSWER)
+            digits += t->scored[stop++] == KV_SCORED_RESULT;
+        if (stop == end || t->token[stop] != KV_TOKEN_EOS || digits == 0 ||
+            !is_counted(stop - first, end - first))
+            continue;
+        for (int64_t y = x + 1; y < stop; y++)
+            if (t->scored[y] == KV_SCORED_RESULT) {
+                b->problem[y] = b->n_problem;
+                b->want[y - 1] = 1;
+            }
+        b->n_problem++;
+    }
+}
+
+static kv_status prepare(kv_accuracy_bench *b) {
+    const kv_trace_info *t = b->trace;
+    kv_status st = KV_OK;
+    KV_NEW(b->want, t->n_token);
+    KV_NEW(b->counted, t->n_token);
+    KV_NEW(b->problem, t->n_token);
+    for (int64_t x = 0; x < t->n_token; x++) b->problem[x] = NO_PROBLEM;
+    for (int32_t doc = 0; doc < t->n_document; doc++) {
+        int64_t first = t->doc_first[doc], end = t->doc_first[doc + 1];
+        find_problems(b, first, end);
+        for (int64_t x = first + 1; x < end; x++) {
+            b->counted[x] = is_counted(x - first, end - first) && t->scored[x] != KV_SCORED_NONE;
+            b->want[x - 1] |= b->counted[x];
+            b->n_row += b->counted[x];
+        }
+    }
+    KV_NEW(b->argmax, b->n_row);
+    KV_NEW(b->lse, b->n_row);
+    KV_NEW(b->logits, (size_t)b->n_row * (size_t)b->model->config.vocab);
+out:
+    return st;
+}
+
+static int32_t argmax_of(const float *logits, int32_t vocab) {
+    int32_t best = 0;
+    for (int32_t i = 1; i < vocab; i++)
+        if (logits[i] > logits[best]) best = i;
+    return best;
+}
+
+static double lse_of(const float *logits, int32_t vocab, int32_t best) {
+    double sum = 0, top = (double)logits[best];
+    for (int32_t i = 0; i < vocab; i++) sum += exp((double)logits[i] - top);
+    return top + log(sum);
+}
+
+/* KL(full || policy) = sum p_full (log p_full - log p_policy) */
+static double kl_of(const float *full, double full_lse, const float *logits, double lse,
+                    int32_t vocab) {
+    double sum = 0;
+    for (int32_t i = 0; i < vocab; i++) {
+        double log_full = (double)full[i] - full_lse;
+        sum += exp(log_full) * (log_full - ((double)logits[i] - lse));
+    }
+    return sum;
+}
+
+static void compare(walk *w, const float *logits, int32_t best) {
+    kv_accuracy_bench *b = w->bench;
+    int32_t vocab = b->model->config.vocab;
+    int64_t i = w->next++;
+    float *full = b->logits + (size_t)i * (size_t)vocab;
+    double lse = lse_of(logits, vocab, best);
+    if (!w->row) {
+        b->argmax[i] = best;
+        b->lse[i] = lse;
+        memcpy(full, logits, (size_t)vocab * sizeof *full);
+    }
+    w->agreed += best == b->argmax[i];
+    w->kl += kl_of(full, b->lse[i], logits, lse, vocab);
+}
+
+static kv_status take_logits(void *context, int32_t first, int32_t n, const float *logits) {
+    walk *w = context;
+    const kv_accuracy_bench *b = w->bench;
+    int32_t vocab = b->model->config.vocab;
+    for (int32_t i = 0; i < n; i++) {
+        int64_t x = w->first + first + i + 1; /* row x-1 predicts token x */
+        const float *row = logits + (size_t)i * (size_t)vocab;
+        int32_t best = argmax_of(row, vocab);
+        bool right = best == b->trace->token[x];
+        if (b->problem[x] != NO_PROBLEM && !right) w->wrong[b->problem[x]] = 1;
+        if (!b->counted[x]) continue;
+        w->seen[b->trace->scored[x] & 3]++;
+        w->right[b->trace->scored[x] & 3] += right;
+        compare(w, row, best);
+    }
+    return KV_OK;
+}
+
+/* Index of a model layer in the trace; the layer itself when the trace lacks it. */
+static int32_t index_in_trace(const kv_trace_info *t, int32_t layer) {
+    for (int32_t i = 0; i < t->n_layer; i++)
+        if (t->layer_id[i] == layer) return i;
+    return layer;
+}
+
+static bool evicts(const kv_span *s, const int32_t *evict_at) {
+    for (int32_t h = 0; h < s->n_kv_head; h++)
+        for (int32_t t = 0; t < s->n_token; t++)
+            if (evict_at[h * s->stride + t] != KV_NEVER) return true;
+    return false;
+}
+
+static kv_status attend(void *context, const kv_span *given, float *o) {
+    walk *w = context;
+    const kv_ops *ops = w->bench->ops;
+    const kv_trace_info *trace = w->bench->trace;
+    kv_status st = KV_OK;
+    int32_t *evict_at = NULL; /* [n_kv_head][stride] */
+    kv_masked masked = {0};
+    kv_span span = *given;
+    span.layer_index = index_in_trace(trace, span.layer_id);
+    span.request = trace->doc_request[w->document];
+    span.document = trace->doc_in_request[w->document];
+    span.first = w->first;
+    w->done++;
+    kv_progress_update(&w->progress, w->done);
+    if (!w->row) return ops->attend(&span, o, NULL);
+    KV_NEW(evict_at, span.n_kv_head * span.stride);
+    const kv_policy_input input = {.span = &span,
+                                   .run = &w->row->run,
+                                   .params = &w->row->params,
+                                   .weights = w->row->weights ? &w->row->weights->tensors : NULL,
+                                   .ops = ops};
+    KV_TRY(kv_replay(w->row->policy, &input, evict_at));
+    const kv_masked_request request = {.evict_at = evict_at,
+                                       .sinks = w->row->run.sinks,
+                                       .window = w->row->run.window,
+                                       .rerotate = kv_row_rerotates(w->row),
+                                       .want_output = true};
+    /* With nothing evicted this layer is the full run's to the last bit, and so is what follows from it. */
+    if (!request.rerotate && !evicts(&span, evict_at)) {
+        KV_TRY(ops->attend(&span, o, NULL));
+        goto out;
+    }
+    KV_TRY(ops->masked(&span, &request, &masked));
+    memcpy(o, masked.o,
+           (size_t)span.n_q_head * (size_t)span.stride * (size_t)span.head_dim * sizeof *o);
+out:
+    kv_masked_free(&masked);
+    free(evict_at);
+    return st;
+}
+
+static double share(int64_t part, int64_t whole) {
+    return whole > 0 ? (double)part / (double)whole : NAN;
+}
+
+static const kv_accuracy undefined = {NAN, NAN, NAN, NAN, NAN, NAN, 0, 0, 0, 0, 0, 0};
+
+static void sum_up(const walk *w, kv_accuracy *out) {
+    int64_t problems_right = 0;
+    for (int32_t p = 0; p < w->bench->n_problem; p++) problems_right += !w->wrong[p];
+    *out = (kv_accuracy){
+        .recall = share(w->right[KV_SCORED_RECALL], w->seen[KV_SCORED_RECALL]),
+        .result = share(w->right[KV_SCORED_RESULT], w->seen[KV_SCORED_RESULT]),
+        .deterministic = share(w->right[KV_SCORED_DETERMINISTIC], w->seen[KV_SCORED_DETERMINISTIC]),
+        .problem = share(problems_right, w->bench->n_problem),
+        .agreement = share(w->agreed, w->next),
+        .kl = w->next > 0 ? w->kl / (double)w->next : NAN,
+        .n_recall = w->seen[KV_SCORED_RECALL],
+        .n_result = w->seen[KV_SCORED_RESULT],
+        .n_deterministic = w->seen[KV_SCORED_DETERMINISTIC],
+        .n_problem = w->bench->n_problem,
+        .n_scored = w->next,
+    };
+}
+
+static kv_status walk_documents(kv_accuracy_bench *bench, const kv_row *row, kv_accuracy *out) {
+    const kv_trace_info *t = bench->trace;
+    kv_status st = KV_OK;
+    double start = kv_now();
+    walk w = {.bench = bench, .row = row};
+    char title[64];
+    snprintf(title, sizeof title, "accuracy %s", row ? row->policy->name : "full");
+    kv_progress_begin(&w.progress, title, (double)t->n_document * bench->model->config.n_layer);
+    KV_NEW(w.wrong, bench->n_problem);
+    for (w.document = 0; w.document < t->n_document; w.document++) {
+        w.first = t->doc_first[w.document];
+        int64_t n_token = t->doc_first[w.document + 1] - w.first;
+        const kv_model_hooks hooks = {.context = &w,
+                                      .attend = attend,
+                                      .logits = take_logits,
+                                      .want_logits = bench->want + w.first,
+                                      .ops = bench->ops};
+        KV_TRY(kv_model_forward(bench->model, t->token + w.first, t->position + w.first,
+                                (int32_t)n_token, &hooks));
+    }
+    sum_up(&w, out);
+    out->seconds = kv_now() - start;
+out:
+    kv_progress_end(&w.progress);
+    free(w.wrong);
+    return st;
+}
+
+kv_status kv_accuracy_open(const kv_model *model, const kv_trace_info *trace, const kv_ops *ops,
+                           kv_accuracy_bench **out) {
+    kv_status st = KV_OK;
+    kv_accuracy_bench *b = NULL;
+    KV_NEW(b, 1);
+    *b = (kv_accuracy_bench){.model = model, .trace = trace, .ops = ops, .full = undefined};
+    if (trace->scored) {
+        KV_TRY(prepare(b));
+        KV_TRY(walk_documents(b, NULL, &b->full));
+    }
+out:
+    *out = st == KV_OK ? b : NULL;
+    if (st != KV_OK) kv_accuracy_close(b);
+    return st;
+}
+
+void kv_accuracy_close(kv_accuracy_bench *b) {
+    if (!b) return;
+    free(b->want);
+    free(b->counted);
+    free(b->problem);
+    free(b->argmax);
+    free(b->logits);
+    free(b->lse);
+    free(b);
+}
+
+kv_status kv_accuracy_run(kv_accuracy_bench *bench, const kv_row *row, kv_accuracy *out) {
+    bool known = bench->trace->scored &&
+                 (!row || !(row->policy->no_evict_at || (row->policy->learned && !row->weights)));
+    *out = known ? bench->full : undefined;
+    if (!known || !row || row->policy == kv_policy_find("full")) return KV_OK;
+    return walk_documents(bench, row, out);
+}
