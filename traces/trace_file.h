@@ -1,4 +1,4 @@
-/* What the parts of the trace reader share: the open file, its description, raw reads. Private to traces/. */
+/* What the parts of the trace reader share: the open file, its description, raw reads. Not for users of traces: those include trace.h. */
 #ifndef KV_TRACE_FILE_H
 #define KV_TRACE_FILE_H
 

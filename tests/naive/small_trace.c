@@ -1,4 +1,4 @@
-#include "tests/naive/trace_fixture.h"
+#include "tests/naive/small_trace.h"
 
 #include <math.h>
 #include <string.h>
@@ -9,7 +9,7 @@ static void fill(kv_rng *r, float *x, size_t n) {
     for (size_t i = 0; i < n; i++) x[i] = (float)((int)kv_rng_below(r, 129) - 64) / 32.0f;
 }
 
-void fixture_make(fixture *f) {
+void small_trace_make(small_trace *f) {
     kv_rng r = kv_rng_make(5, 1);
     memset(f, 0, sizeof *f);
     fill(&r, &f->q[0][0][0][0], sizeof f->q / sizeof(float));
@@ -72,7 +72,7 @@ void fixture_make(fixture *f) {
             }
 }
 
-kv_status fixture_write(const fixture *f, const char *path) {
+kv_status small_trace_write(const small_trace *f, const char *path) {
     kv_status st = KV_OK;
     kv_trace_writer *w = NULL;
     const kv_trace_spec *s = &f->spec;
