@@ -66,14 +66,14 @@ static void one_head(const naive_document *doc, int32_t n_doc, const kv_run *run
         has_own |= doc[i].evict_own != NULL;
         free(m);
     }
-    out->recall[at] = n && k ? recall / n : NAN;
-    out->own[at] = n && k && has_own ? own / n : NAN;
-    out->chance[at] = n ? chance / n : NAN;
+    out->recall[at] = n > 0 && k ? recall / n : NAN;
+    out->own[at] = n > 0 && k && has_own ? own / n : NAN;
+    out->chance[at] = n > 0 ? chance / n : NAN;
     out->adjusted[at] =
         out->chance[at] == 1 ? NAN : (out->recall[at] - out->chance[at]) / (1 - out->chance[at]);
-    out->long_kept[at] = n ? long_kept / n : NAN;
-    out->ratio[at] = n && k ? ratio / n : NAN;
-    out->kept[at] = n ? kept_sum / n : NAN;
+    out->long_kept[at] = n > 0 ? long_kept / n : NAN;
+    out->ratio[at] = n > 0 && k ? ratio / n : NAN;
+    out->kept[at] = n > 0 ? kept_sum / n : NAN;
     out->kept_max = (int64_t)fmax((double)out->kept_max, peak);
     out->cache_bytes += peak;
 }
@@ -122,9 +122,9 @@ static void one_query_head(const naive_document *doc, int32_t n_doc, const kv_ru
         free(o_d);
         free(o_s);
     }
-    out->mass[at] = n ? mass / n : NAN;
+    out->mass[at] = n > 0 ? mass / n : NAN;
     out->mass_long[at] = whole > 0 ? part / whole : NAN;
-    out->error[at] = !n ? NAN : difference == 0 && output == 0 ? 0 : sqrt(difference / output);
+    out->error[at] = n == 0 ? NAN : difference == 0 && output == 0 ? 0 : sqrt(difference / output);
 }
 
 void naive_metrics(const naive_document *doc, int32_t n_doc, const kv_metrics_shape *shape,
