@@ -161,12 +161,24 @@ out:
     return st;
 }
 
+/* Into [n_layer][n_kv_head][n_token], as absolute positions. */
+static void keep_decisions(const work *w, const place *p, int32_t *out) {
+    const kv_span *s = &p->span;
+    for (int32_t h = 0; h < s->n_kv_head; h++) {
+        int64_t lane = (int64_t)s->layer_index * w->trace->n_kv_head + h;
+        for (int32_t t = 0; t < s->n_token; t++) {
+            int32_t leaves = p->evict_at[h * s->stride + t];
+            out[lane * w->trace->n_token + s->first + t] =
+                leaves == KV_NEVER ? KV_NEVER : leaves + (int32_t)s->first;
+        }
+    }
+}
+
 static kv_status run_policy(work *w, place *p, size_t i) {
     kv_status st = KV_OK;
     const kv_row *row = &w->e->plan->row[i];
     kv_policy_input input = input_of(w, p, row);
     kv_masked masked = {0};
-    int64_t offset = (int64_t)p->span.layer_index * w->trace->n_kv_head * w->trace->n_token;
     KV_TRY(find_oracle(w, p, i));
     KV_TRY(kv_replay(row->policy, &input, p->evict_at));
     if (has_own(row)) KV_TRY(find_own(p, row->policy, &input));
@@ -186,10 +198,7 @@ static kv_status run_policy(work *w, place *p, size_t i) {
                             .kind = p->kind};
     KV_TRY(kv_metrics_add(w->metrics[i], &item));
     if (w->timeline) kv_timeline_add(w->timeline, i, &p->span, p->evict_at);
-    if (w->result[i].evict_at)
-        for (int32_t h = 0; h < p->span.n_kv_head; h++)
-            memcpy(w->result[i].evict_at + offset + h * w->trace->n_token + p->span.first,
-                   p->evict_at + h * p->span.stride, (size_t)p->span.n_token * sizeof(int32_t));
+    if (w->result[i].evict_at) keep_decisions(w, p, w->result[i].evict_at);
 out:
     kv_masked_free(&masked);
     return st;

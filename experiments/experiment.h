@@ -12,7 +12,7 @@
 typedef struct kv_row_result {
     kv_metrics_result metrics; /* all zero for an accuracy-only run */
     double seconds;            /* replay, masked attention and metrics of this row */
-    int32_t *evict_at; /* [n_layer][n_kv_head][n_token], only on request; document-relative */
+    int32_t *evict_at; /* [n_layer][n_kv_head][n_token], only on request; absolute positions */
 } kv_row_result;
 
 typedef struct kv_experiment {

@@ -5,7 +5,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
+#include "experiments/accuracy.h"
 #include "experiments/cli.h"
 #include "experiments/dense_cache.h"
 #include "experiments/experiment.h"
@@ -14,6 +16,7 @@
 #include "experiments/results.h"
 #include "reference/core/log.h"
 #include "reference/core/mem.h"
+#include "traces/model_load.h"
 
 static const char *const job_name[] = {"experiment", "evaluate"};
 static const char cache_folder[] = "results/cache";
@@ -27,6 +30,7 @@ typedef struct run {
     const kv_trace_info *info;
     kv_plan plan;
     const kv_ops *ops;
+    kv_model *model; /* NULL: no accuracy */
     json_t *identity;
     char folder[PATH_MAX - 64];
 } run;
@@ -47,6 +51,29 @@ static void default_folder(run *r) {
              name[0] ? name : job_name[r->job], (int)(n < 200 ? n : 200), base, hex);
 }
 
+/* --model, or for an experiment the embedded model when it recorded this trace. */
+static kv_status open_model(run *r) {
+    char embedded[PATH_MAX];
+    const char *folder = kv_config_text(r->config, "model");
+    if (folder[0]) {
+        kv_status st = kv_model_load(folder, &r->model);
+        if (st != KV_OK) return st;
+        if (r->info->model_hash[0] && strcmp(r->info->model_hash, r->model->hash) != 0)
+            kv_log(KV_LOG_WARN, job_name[r->job],
+                   "%s was recorded with other weights than those of %s: accuracy and the other "
+                   "numbers describe different models",
+                   r->info->path, folder);
+        return KV_OK;
+    }
+    snprintf(embedded, sizeof embedded, "%.4000s/traces/model", kv_cli_home());
+    if (!r->info->scored || !r->info->model_hash[0] || access(embedded, F_OK) != 0) return KV_OK;
+    kv_status st = kv_model_load(embedded, &r->model);
+    if (st != KV_OK || strcmp(r->info->model_hash, r->model->hash) == 0) return st;
+    kv_model_free(r->model);
+    r->model = NULL;
+    return KV_OK;
+}
+
 /* Everything that can be wrong with the arguments is found here, before the first number. */
 static kv_status prepare(run *r) {
     kv_status st = KV_OK;
@@ -61,7 +88,9 @@ static kv_status prepare(run *r) {
     r->info = kv_trace_get(r->trace);
     KV_TRY(kv_plan_make(c, r->info->longest, &r->plan));
     KV_TRY(kv_plan_open_weights(&r->plan, c, r->info));
-    r->identity = kv_identity_make(job_name[r->job], c, r->info, &r->plan, r->ops, "");
+    KV_TRY(open_model(r));
+    r->identity = kv_identity_make(job_name[r->job], c, r->info, &r->plan, r->ops,
+                                   r->model ? r->model->hash : "");
     if (!r->identity) KV_RAISE(KV_E_INTERNAL, "out of memory");
     if (kv_config_text(c, "output")[0])
         snprintf(r->folder, sizeof r->folder, "%s", kv_config_text(c, "output"));
@@ -90,14 +119,15 @@ out:
     return st != KV_OK ? st : closed;
 }
 
-static kv_status write_files(run *r, const kv_row_result *result, double dense_seconds,
-                             const char *folder, json_t **summary) {
+static kv_status write_files(run *r, const kv_row_result *result, const kv_accuracy *accuracy,
+                             double dense_seconds, const char *folder, json_t **summary) {
     kv_status st = KV_OK;
     json_t *manifest = NULL;
     kv_report report = {.config = r->config,
                         .trace = r->info,
                         .plan = &r->plan,
                         .result = result,
+                        .accuracy = accuracy,
                         .has_metrics = r->job == KV_JOB_EXPERIMENT};
     if (!(*summary = kv_summary_make(&report))) KV_RAISE(KV_E_INTERNAL, "out of memory");
     KV_TRY(kv_json_write(*summary, folder, "summary.json"));
@@ -111,12 +141,26 @@ out:
     return st;
 }
 
+/* accuracy [n_row] */
+static kv_status run_model(run *r, kv_accuracy *accuracy) {
+    kv_status st = KV_OK;
+    kv_accuracy_bench *bench = NULL;
+    KV_TRY(kv_accuracy_open(r->model, r->info, r->ops, &bench));
+    for (size_t i = 0; i < r->plan.n_row; i++)
+        KV_TRY(kv_accuracy_run(bench, &r->plan.row[i], &accuracy[i]));
+out:
+    kv_accuracy_close(bench);
+    return st;
+}
+
 static kv_status compute(run *r, json_t **summary) {
     kv_status st = KV_OK;
     kv_staging staging = {0};
     kv_row_result *result = NULL; /* [n_row] */
+    kv_accuracy *accuracy = NULL; /* [n_row] */
     KV_TRY(kv_staging_open(&staging, r->folder));
     KV_NEW(result, r->plan.n_row);
+    if (r->model) KV_NEW(accuracy, r->plan.n_row);
     kv_experiment e = {.trace = r->trace,
                        .plan = &r->plan,
                        .ops = r->ops,
@@ -124,13 +168,15 @@ static kv_status compute(run *r, json_t **summary) {
                        .timeline_folder = staging.folder,
                        .keep_evict_at = kv_config_flag(r->config, "save_evict")};
     if (r->job == KV_JOB_EXPERIMENT) KV_TRY(kv_experiment_run(&e, result));
-    KV_TRY(write_files(r, result, e.dense_seconds, staging.folder, summary));
+    if (r->model) KV_TRY(run_model(r, accuracy));
+    KV_TRY(write_files(r, result, accuracy, e.dense_seconds, staging.folder, summary));
     KV_TRY(kv_interrupt_poll());
     KV_TRY(kv_staging_commit(&staging));
     kv_dense_cache_trim(cache_folder, cache_limit);
 out:
     for (size_t i = 0; result && i < r->plan.n_row; i++) kv_row_result_free(&result[i]);
     free(result);
+    free(accuracy);
     kv_staging_drop(&staging);
     return st;
 }
@@ -156,6 +202,7 @@ out:
     json_decref(summary);
     json_decref(r.identity);
     kv_plan_free(&r.plan);
+    kv_model_free(r.model);
     kv_trace_close(r.trace);
     return st;
 }

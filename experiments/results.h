@@ -4,15 +4,17 @@
 
 #include <jansson.h>
 
+#include "experiments/accuracy.h"
 #include "experiments/experiment.h"
 
-/* Everything the writers read. accuracy is NULL where no model ran. */
+/* Everything the writers read. */
 typedef struct kv_report {
     const kv_config *config;
     const kv_trace_info *trace;
     const kv_plan *plan;
     const kv_row_result *result; /* [plan->n_row] */
     bool has_metrics;            /* false: accuracy only (kvlab evaluate) */
+    const kv_accuracy *accuracy; /* [plan->n_row], NULL where no model ran */
 } kv_report;
 
 /* summary.json as a value: fixed key order, undefined is null. NULL when memory is short. */

@@ -87,6 +87,7 @@ static void put_run(out *o, const kv_metrics_result *m) {
     put(o, "all", "all", "retained_mass", m->retained_mass, n);
     put(o, "all", "all", "retained_mass_long", m->retained_mass_long, n);
     put(o, "all", "all", "retrieval_hit", m->retrieval_hit, m->n_retrieval);
+    put(o, "all", "all", "n_retrieval", (double)m->n_retrieval, n);
     put(o, "all", "all", "future_mass_ratio", m->future_mass_ratio, n);
     put(o, "all", "all", "output_error", m->output_error, n);
     put(o, "all", "all", "kept_mean", m->kept_mean, n);
@@ -115,6 +116,15 @@ static void put_row(out *o, const kv_metrics_result *m) {
     put_run(o, m);
 }
 
+static void put_accuracy(out *o, const kv_accuracy *a) {
+    put(o, "all", "all", "token_accuracy_recall", a->recall, a->n_recall);
+    put(o, "all", "all", "token_accuracy_result", a->result, a->n_result);
+    put(o, "all", "all", "token_accuracy_deterministic", a->deterministic, a->n_deterministic);
+    put(o, "all", "all", "problem_accuracy", a->problem, a->n_problem);
+    put(o, "all", "all", "agreement", a->agreement, a->n_scored);
+    put(o, "all", "all", "kl", a->kl, a->n_scored);
+}
+
 kv_status kv_metrics_csv_write(const kv_report *report, const char *folder) {
     char path[PATH_MAX + 64];
     const char *name = strrchr(report->trace->path, '/');
@@ -127,6 +137,7 @@ kv_status kv_metrics_csv_write(const kv_report *report, const char *folder) {
     for (size_t i = 0; i < report->plan->n_row; i++) {
         o.row = &report->plan->row[i];
         if (report->has_metrics) put_row(&o, &report->result[i].metrics);
+        if (report->accuracy) put_accuracy(&o, &report->accuracy[i]);
     }
     bool bad = ferror(o.file) != 0;
     if (fclose(o.file) != 0) bad = true;

@@ -90,15 +90,15 @@ static void put_arrays(json_t *o, const kv_report *r, const kv_metrics_result *m
 #undef PUT
 }
 
-static void put_accuracy(json_t *o) {
-    json_t *a = json_object();
-    json_object_set_new(a, "recall", json_null());
-    json_object_set_new(a, "result", json_null());
-    json_object_set_new(a, "deterministic", json_null());
-    json_object_set_new(o, "token_accuracy", a);
-    json_object_set_new(o, "problem_accuracy", json_null());
-    json_object_set_new(o, "agreement", json_null());
-    json_object_set_new(o, "kl", json_null());
+static void put_accuracy(json_t *o, const kv_accuracy *a) { /* NULL: no model ran */
+    json_t *token = json_object();
+    json_object_set_new(token, "recall", real(a ? a->recall : NAN));
+    json_object_set_new(token, "result", real(a ? a->result : NAN));
+    json_object_set_new(token, "deterministic", real(a ? a->deterministic : NAN));
+    json_object_set_new(o, "token_accuracy", token);
+    json_object_set_new(o, "problem_accuracy", real(a ? a->problem : NAN));
+    json_object_set_new(o, "agreement", real(a ? a->agreement : NAN));
+    json_object_set_new(o, "kl", real(a ? a->kl : NAN));
 }
 
 static json_t *row_of(const kv_report *r, size_t i) {
@@ -114,9 +114,10 @@ static json_t *row_of(const kv_report *r, size_t i) {
                         json_real((double)row->run.budget / r->trace->longest));
     json_object_set_new(o, "n_counted", mass_known ? json_integer(m->n_counted) : json_null());
     put_scalars(o, r, m, known, mass_known);
-    json_object_set_new(o, "seconds", json_real(r->result[i].seconds));
+    json_object_set_new(
+        o, "seconds", json_real(r->result[i].seconds + (r->accuracy ? r->accuracy[i].seconds : 0)));
     put_arrays(o, r, m, known, mass_known);
-    put_accuracy(o);
+    put_accuracy(o, r->accuracy ? &r->accuracy[i] : NULL);
     return o;
 }
 

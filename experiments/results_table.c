@@ -151,12 +151,26 @@ static void explain_accuracy(void) {
           stdout);
 }
 
+/* Once per budget that is not below the longest document. */
+static void explain_nothing_evicted(const json_t *results) {
+    size_t i, j;
+    json_t *row, *other;
+    json_array_foreach(results, i, row) {
+        bool told = number(row, "budget_fraction") < 1;
+        json_array_foreach(results, j, other) told |=
+            j < i && number(other, "budget") == number(row, "budget");
+        if (!told)
+            printf("budget %.0f is not below the longest document: nothing has to be evicted, so "
+                   "there "
+                   "is nothing to measure\n",
+                   number(row, "budget"));
+    }
+}
+
 void kv_table_print(const json_t *summary, const char *folder, bool explain) {
     const json_t *results = json_object_get(summary, "results");
     int width = label_width(results);
     bool metrics = any(results, of_mass), model = any(results, of_agreement);
-    size_t i;
-    json_t *row;
     if (metrics || !model) {
         print_metrics(results, width);
         if (explain) explain_metrics();
@@ -168,14 +182,6 @@ void kv_table_print(const json_t *summary, const char *folder, bool explain) {
     }
     if (any(results, of_future))
         puts("*          sees the future: a yardstick, not a policy that could run");
-    json_array_foreach(results, i, row) {
-        char name[256];
-        if (number(row, "n_counted") != 0) continue;
-        label(row, name, sizeof name);
-        printf(
-            "%s at budget %.0f: the budget is not below the longest document, nothing is evicted "
-            "and there is nothing to measure\n",
-            name, number(row, "budget"));
-    }
+    explain_nothing_evicted(results);
     printf("\nresults: %s/summary.json, metrics.csv, manifest.json\n", folder);
 }
