@@ -19,6 +19,10 @@ extern const kv_policy kv_policy_full, kv_policy_random, kv_policy_streaming, kv
     kv_policy_h2o, kv_policy_cumulative, kv_policy_knorm, kv_policy_keydiff, kv_policy_oracle,
     kv_policy_oracle_step, kv_policy_oracle_exact;
 
+/* Hundreds of tiny replays: waking threads would take most of the time. Thread counts are compared where the work is. */
+static void one_thread(void) { kv_threads_set(1); }
+TestSuite(replay, .init = one_thread);
+
 /* The CPU's table without the model and the scorers, which no policy here needs. */
 static const kv_ops ops = {.name = "cpu",
                            .dense = kv_dense_compute,
