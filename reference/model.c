@@ -14,6 +14,7 @@
 
 #include "reference/core/log.h"
 #include "reference/core/mem.h"
+#include "reference/gemm.h"
 #include "reference/ops.h"
 
 enum { CHUNK = 2048, LOGIT_ROWS = 256 }; /* rows */
@@ -121,10 +122,15 @@ static bool add(float *x, const float *y, int64_t count) {
     return bad == 0;
 }
 
-/* gate = silu(gate) * up */
-static void swiglu(float *gate, const float *up, int64_t count) {
+/* gate = silu(gate) * up, both [rows][d_ff] */
+static void swiglu(float *gate, const float *up, int32_t rows, int32_t d_ff) {
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < count; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+    for (int32_t r = 0; r < rows; r++) {
+        float *g = gate + (size_t)r * (size_t)d_ff;
+        const float *u = up + (size_t)r * (size_t)d_ff;
+        kv_silu_f32(d_ff, g, g, NULL);
+        for (int32_t c = 0; c < d_ff; c++) g[c] *= u[c];
+    }
 }
 
 static kv_status project(work *w, const kv_layer_weights *l, int32_t first, int32_t rows) {
@@ -168,14 +174,14 @@ static kv_status finish_layer(work *w, const kv_layer_weights *l, int32_t layer,
     const kv_model_config *c = &w->model->config;
     kv_status st = KV_OK;
     float *x = w->x + (size_t)first * (size_t)c->d_model;
-    int64_t n_narrow = (int64_t)rows * c->d_model, n_wide = (int64_t)rows * c->d_ff;
+    int64_t n_narrow = (int64_t)rows * c->d_model;
     from_heads(w, first, rows, w->wide);
     KV_TRY(linear(w, rows, &l->wo, w->wide, w->narrow));
     bool finite = add(x, w->narrow, n_narrow);
     norm_rows(w, x, w->vec.norm_mlp, rows, w->narrow);
     KV_TRY(linear(w, rows, &l->w_gate, w->narrow, w->gate));
     KV_TRY(linear(w, rows, &l->w_up, w->narrow, w->wide));
-    swiglu(w->gate, w->wide, n_wide);
+    swiglu(w->gate, w->wide, rows, c->d_ff);
     KV_TRY(linear(w, rows, &l->w_down, w->gate, w->narrow));
     finite = add(x, w->narrow, n_narrow) && finite;
     if (!finite)

@@ -23,7 +23,7 @@ static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 static void multiply(int32_t m, int32_t n, int32_t k, const float *a, const float *b, float *c,
                      int32_t ldc) {
     int32_t n_row = (m + ROW_TILE - 1) / ROW_TILE, n_column = (n + COLUMN_TILE - 1) / COLUMN_TILE;
-#pragma omp parallel for collapse(2) schedule(static)
+#pragma omp parallel for collapse(2) schedule(dynamic)
     for (int32_t i = 0; i < n_row; i++)
         for (int32_t j = 0; j < n_column; j++) {
             int32_t row = i * ROW_TILE, column = j * COLUMN_TILE;
