@@ -238,6 +238,32 @@ Test(replay, mask_equals_stream) {
     }
 }
 
+/* Large enough that keydiff and the attention over slots really fork. */
+Test(replay, same_bytes_on_any_number_of_threads) {
+    enum { N = 600, H = 2, G = 4, D = 64 };
+    const kv_run run = {.budget = 520, .sinks = 4, .window = 16};
+    naive_case c = naive_case_random(4, N, N, H * G, H, D, 1);
+    int32_t masked[2][H * N], got[2][H * N];
+    float *o[2];
+    uint64_t bytes;
+    for (int i = 0; i < 2; i++) {
+        bench b = bench_new(&kv_policy_keydiff, NULL, &c, &run);
+        o[i] = malloc(H * G * N * D * sizeof **o);
+        kv_threads_set(i == 0 ? 1 : 3);
+        cr_assert_eq(replay(&b, masked[i]), KV_OK, "%s", kv_error_message());
+        cr_assert_eq(kv_stream_attend(b.policy, &b.input, 2, got[i], &bytes, o[i]), KV_OK, "%s",
+                     kv_error_message());
+        bench_free(&b);
+    }
+    cr_assert_arr_eq(masked[0], masked[1], sizeof masked[0]);
+    cr_assert_arr_eq(got[0], got[1], sizeof got[0]);
+    cr_assert_arr_eq(got[0], masked[0], sizeof got[0]);
+    cr_assert_arr_eq(o[0], o[1], H * G * N * D * sizeof **o);
+    free(o[0]);
+    free(o[1]);
+    naive_case_free(&c);
+}
+
 /* evict_at[t] = t + (B - s) for t >= s (contract.md 2), whatever the window. */
 Test(replay, streaming_is_a_sliding_window) {
     enum { N = 40 };
