@@ -1,75 +1,20 @@
-/* Replay and stream: decisions by definition, mask = slots, golden rows of maths.md 12.8, bounds, refusals. */
+/* Replay and stream: decisions by definition, mask = slots, golden rows of maths.md 12.8, refusals. */
 #include <criterion/criterion.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "reference/assignment.h"
 #include "reference/core/cpu.h"
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
-#include "reference/ops.h"
-#include "reference/replay.h"
-#include "tests/naive/naive_case.h"
 #include "tests/naive/naive_replay.h"
 #include "tests/naive/naive_select.h"
-
-extern const kv_policy kv_policy_full, kv_policy_random, kv_policy_streaming, kv_policy_tova,
-    kv_policy_h2o, kv_policy_cumulative, kv_policy_knorm, kv_policy_keydiff, kv_policy_oracle,
-    kv_policy_oracle_step, kv_policy_oracle_exact;
+#include "tests/replay_bench.h"
 
 /* Hundreds of tiny replays: waking threads would take most of the time. Thread counts are compared where the work is. */
 static void one_thread(void) { kv_threads_set(1); }
 TestSuite(replay, .init = one_thread);
-
-/* The CPU's table without the model and the scorers, which no policy here needs. */
-static const kv_ops ops = {.name = "cpu",
-                           .dense = kv_dense_compute,
-                           .select = kv_select,
-                           .replay_attention = kv_replay_attention};
-
-/* A policy with its parameters ("key=value" or NULL) on a case. */
-typedef struct bench {
-    const kv_policy *policy;
-    kv_params params;
-    kv_policy_input input;
-    int32_t *evict_at; /* [n_kv_head][stride] */
-} bench;
-
-static bench bench_new(const kv_policy *policy, const char *setting, const naive_case *c,
-                       const kv_run *run) {
-    bench b = {.policy = policy};
-    cr_assert_eq(kv_params_init(&b.params, policy->params), KV_OK);
-    if (setting) {
-        char key[32];
-        const char *value = strchr(setting, '=') + 1;
-        snprintf(key, sizeof key, "%.*s", (int)(value - setting - 1), setting);
-        cr_assert_eq(kv_params_set(&b.params, policy->name, key, value), KV_OK, "%s",
-                     kv_error_message());
-    }
-    b.input = (kv_policy_input){.span = &c->span, .run = run, .ops = &ops};
-    b.evict_at = malloc((size_t)(c->span.n_kv_head * c->span.stride) * sizeof *b.evict_at);
-    return b;
-}
-
-/* The input points at the bench's own parameters, wherever the bench lies. */
-static kv_status replay(bench *b, int32_t *evict_at) {
-    b->input.params = &b->params;
-    return kv_replay(b->policy, &b->input, evict_at ? evict_at : b->evict_at);
-}
-
-static void bench_free(bench *b) {
-    kv_params_free(&b->params);
-    free(b->evict_at);
-}
-
-static void replay_case(const kv_policy *policy, const char *setting, const naive_case *c,
-                        const kv_run *run, int32_t *evict_at) {
-    bench b = bench_new(policy, setting, c, run);
-    cr_assert_eq(replay(&b, evict_at), KV_OK, "%s: %s", policy->name, kv_error_message());
-    bench_free(&b);
-}
 
 Test(replay, golden_rows) {
     enum { N = 24 };
@@ -121,31 +66,7 @@ Test(replay, golden_rows) {
     naive_case_free(&c);
 }
 
-/* Bounds of maths.md 12.8 (per KV head, group mean): step and exact. */
-Test(replay, golden_bounds) {
-    enum { N = 24 };
-    const double step[2] = {.8387646874, .8369312233};
-    const double exact[4] = {.8025683671, .7636566962, .7703930874, .7978302058};
-    const kv_run run = {.budget = 11, .sinks = 2, .window = 3, .eps = 1e-8};
-    naive_case c = naive_case_golden();
-    double mass[N * N];
-    int32_t got[2 * N];
-    replay_case(&kv_policy_oracle_exact, NULL, &c, &run, got);
-    for (int h = 0; h < 2; h++) {
-        naive_group_mass(&c.span, h, mass);
-        double bound = naive_step_bound(mass, N, &run);
-        double kept = naive_retained(mass, N, run.budget, got + h * N);
-        double want = (exact[2 * h] + exact[2 * h + 1]) / 2; /* per query head there */
-        cr_expect(fabs(bound - step[h]) < 1e-7, "step bound of head %d: %.10f", h, bound);
-        cr_expect(fabs(kept - want) < 1e-7, "exact oracle of head %d: %.10f", h, kept);
-    }
-    naive_case_free(&c);
-}
-
-static const struct causal {
-    const kv_policy *policy;
-    const char *setting;
-} causal[] = {
+static const setup causal[] = {
     {&kv_policy_full, NULL},
     {&kv_policy_random, NULL},
     {&kv_policy_streaming, NULL},
@@ -174,8 +95,7 @@ static void repeat_keys(naive_case *c, kv_rng *r) {
 }
 
 /* What the slots of one policy on one case did against kv_replay's mask: decisions, attention output, memory. */
-static void check_stream(const struct causal *p, const naive_case *c, const kv_run *run,
-                         const char *name) {
+static void check_stream(const setup *p, const naive_case *c, const kv_run *run, const char *name) {
     const kv_span *s = &c->span;
     const size_t n = (size_t)(s->n_kv_head * s->stride);
     bench b = bench_new(p->policy, p->setting, c, run);
@@ -351,84 +271,6 @@ Test(replay, random_depends_on_its_address_only) {
     naive_case_free(&b);
 }
 
-Test(replay, assignment_equals_exhaustive_search) {
-    for (uint32_t i = 0; i < 600; i++) {
-        kv_rng r = kv_rng_make(21, i);
-        int32_t n_row = 1 + (int32_t)kv_rng_below(&r, 6);
-        int32_t n_column = n_row + (int32_t)kv_rng_below(&r, 3), column_of[6];
-        double cost[6 * 8], total = 0;
-        for (int32_t j = 0; j < n_row * n_column; j++) {
-            bool allowed = i % 2 || j % n_column <= j / n_column + n_column - n_row;
-            cost[j] = !allowed ? INFINITY
-                      : i % 3  ? kv_rng_uniform(&r)
-                               : (double)kv_rng_below(&r, 3);
-        }
-        cr_assert_eq(kv_assign(cost, n_row, n_column, column_of), KV_OK, "case %u: %s", i,
-                     kv_error_message());
-        uint32_t taken = 0;
-        for (int32_t row = 0; row < n_row; row++) {
-            cr_assert(!(taken >> column_of[row] & 1u), "case %u: column %d twice", i,
-                      column_of[row]);
-            taken |= 1u << column_of[row];
-            total += cost[row * n_column + column_of[row]];
-        }
-        double want = naive_assign(cost, n_row, n_column);
-        cr_assert(fabs(total - want) <= 1e-12, "case %u: %.15g, by exhaustive search %.15g", i,
-                  total, want);
-    }
-    const double blocked[4] = {INFINITY, 1, INFINITY, 2};
-    int32_t column_of[2];
-    cr_assert_eq(kv_assign(blocked, 2, 2, column_of), KV_E_INTERNAL);
-}
-
-/* contract.md 2, per KV head with the group mean: step bound >= oracle_exact >= every priority policy. */
-Test(replay, bounds_are_ordered) {
-    const struct causal priority[] = {
-        {&kv_policy_random, NULL},  {&kv_policy_streaming, NULL}, {&kv_policy_knorm, NULL},
-        {&kv_policy_keydiff, NULL}, {&kv_policy_oracle, NULL},    {&kv_policy_oracle, "power=max"},
-    };
-    for (uint32_t i = 0; i < 40; i++) {
-        kv_rng r = kv_rng_make(17, i);
-        int32_t n = 30 + (int32_t)kv_rng_below(&r, 40);
-        kv_run run = {.sinks = (int32_t)kv_rng_below(&r, 4),
-                      .window = 1 + (int32_t)kv_rng_below(&r, 6),
-                      .eps = 1e-8,
-                      .oracle_delta = 2e-5};
-        run.budget = run.sinks + run.window + (int32_t)kv_rng_below(&r, 12);
-        naive_case c = naive_case_random(i + 7, n, n, 4, 2, 4, 1.8);
-        double *mass = malloc((size_t)(n * n) * sizeof *mass);
-        int32_t *exact = malloc((size_t)(2 * n) * sizeof *exact),
-                *other = malloc((size_t)(2 * n) * sizeof *other);
-        replay_case(&kv_policy_oracle_exact, NULL, &c, &run, exact);
-        for (int32_t h = 0; h < 2; h++) {
-            naive_group_mass(&c.span, h, mass);
-            double step = naive_step_bound(mass, n, &run),
-                   best = naive_retained(mass, n, run.budget, exact + h * n);
-            cr_assert(step >= best - 1e-12, "case %u head %d: step %.12f < exact %.12f", i, h, step,
-                      best);
-            for (size_t p = 0; p < sizeof priority / sizeof *priority; p++) {
-                replay_case(priority[p].policy, priority[p].setting, &c, &run, other);
-                double kept = naive_retained(mass, n, run.budget, other + h * n);
-                cr_assert(best >= kept - 1e-12, "case %u head %d: exact %.12f < %s %.12f", i, h,
-                          best, priority[p].policy->name, kept);
-            }
-            int32_t due = 0;
-            for (int32_t t = 0; t < n; t++) {
-                int32_t e = exact[h * n + t];
-                due += e != KV_NEVER;
-                cr_assert(e == KV_NEVER ||
-                              (t >= run.sinks && e >= t + run.window && e >= run.budget),
-                          "case %u: the exact oracle evicts %d at %d", i, t, e);
-            }
-            cr_assert_eq(due, n - run.budget, "case %u: %d evictions", i, due);
-        }
-        free(mass);
-        free(exact);
-        free(other);
-        naive_case_free(&c);
-    }
-}
-
 Test(replay, marked_tokens_leave_after_the_window) {
     enum { N = 9, STRIDE = 11 };
     const kv_span span = {.n_token = N, .stride = STRIDE, .n_kv_head = 2};
@@ -492,9 +334,9 @@ Test(replay, refusals_and_canonical_form) {
               kv_error_message());
     bench_free(&b);
 
-    const struct causal blind[] = {{&kv_policy_oracle, NULL},
-                                   {&kv_policy_oracle_exact, NULL},
-                                   {&kv_policy_keydiff, "anchor=all"}};
+    const setup blind[] = {{&kv_policy_oracle, NULL},
+                           {&kv_policy_oracle_exact, NULL},
+                           {&kv_policy_keydiff, "anchor=all"}};
     for (int i = 0; i < 3; i++) {
         b = bench_new(blind[i].policy, blind[i].setting, &c, &run);
         b.input.params = &b.params;
@@ -511,7 +353,7 @@ Test(replay, refusals_and_canonical_form) {
     naive_case_row("4 5 6 7 - - - -", N, want);
     replay_case(&tardy, NULL, &c, &run, got);
     cr_assert_arr_eq(got, want, sizeof want);
-    const struct causal follow = {&tardy, NULL};
+    const setup follow = {&tardy, NULL};
     b = bench_new(follow.policy, NULL, &c, &run);
     b.input.params = &b.params;
     cr_assert_eq(kv_stream(&tardy, &b.input, 2, got, &bytes), KV_OK);
