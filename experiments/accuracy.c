@@ -5,9 +5,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <xxhash.h>
 
+#include "experiments/cache.h"
 #include "experiments/experiment.h"
+#include "experiments/version.h"
 #include "policies/registry.h"
+#include "reference/core/cpu.h"
 #include "reference/core/log.h"
 #include "reference/core/mem.h"
 #include "reference/core/progress.h"
@@ -85,9 +89,6 @@ static kv_status prepare(kv_accuracy_bench *b) {
             b->n_row += b->counted[x];
         }
     }
-    KV_NEW(b->argmax, b->n_row);
-    KV_NEW(b->lse, b->n_row);
-    KV_NEW(b->logits, (size_t)b->n_row * (size_t)b->model->config.vocab);
 out:
     return st;
 }
@@ -256,20 +257,75 @@ out:
     return st;
 }
 
-kv_status kv_accuracy_open(const kv_model *model, const kv_trace_info *trace, const kv_ops *ops,
-                           kv_accuracy_bench **out) {
+/* Everything that the full run depends on. */
+static kv_status key_of(const kv_accuracy_bench *b, uint64_t key[2]) {
+    const kv_trace_info *t = b->trace;
+    char about[256];
+    XXH3_state_t *h = XXH3_createState();
+    if (!h) return KV_FAIL(KV_E_INTERNAL, "out of memory");
+    int n = snprintf(about, sizeof about, "%s %s %s %s %s %lld %d", b->model->hash, b->ops->name,
+                     kv_isa_name(kv_cpu_isa()), kv_blas_core(), kv_version_build.sources,
+                     (long long)t->n_token, t->n_document);
+    XXH3_128bits_reset(h);
+    XXH3_128bits_update(h, about, (size_t)n);
+    XXH3_128bits_update(h, t->token, (size_t)t->n_token * sizeof *t->token);
+    XXH3_128bits_update(h, t->position, (size_t)t->n_token * sizeof *t->position);
+    XXH3_128bits_update(h, t->scored, (size_t)t->n_token);
+    XXH3_128bits_update(h, t->doc_first, ((size_t)t->n_document + 1) * sizeof *t->doc_first);
+    XXH128_hash_t d = XXH3_128bits_digest(h);
+    XXH3_freeState(h);
+    key[0] = d.high64;
+    key[1] = d.low64;
+    return KV_OK;
+}
+
+/* The full run, from `folder` where it is known. */
+static kv_status run_full(kv_accuracy_bench *b, const char *folder) {
+    kv_status st = KV_OK;
+    size_t rows = (size_t)b->n_row;
+    kv_accuracy *full = NULL;
+    kv_cached c = {
+        .name = "full-run",
+        .n_array = 4,
+        .array = {(void **)&b->logits, (void **)&b->lse, (void **)&b->argmax, (void **)&full},
+        .bytes = {rows * (size_t)b->model->config.vocab * sizeof *b->logits, rows * sizeof *b->lse,
+                  rows * sizeof *b->argmax, sizeof *full}};
+    KV_TRY(key_of(b, c.key));
+    if (kv_cache_load(folder, &c)) {
+        b->full = *full;
+        goto out;
+    }
+    KV_NEW(b->argmax, b->n_row);
+    KV_NEW(b->lse, b->n_row);
+    KV_NEW(b->logits, rows * (size_t)b->model->config.vocab);
+    KV_NEW(full, 1);
+    KV_TRY(walk_documents(b, NULL, &b->full));
+    *full = b->full;
+    kv_cache_store(folder, &c);
+out:
+    free(full);
+    return st;
+}
+
+kv_status kv_accuracy_open_cached(const kv_model *model, const kv_trace_info *trace,
+                                  const kv_ops *ops, const char *folder, kv_accuracy_bench **out) {
     kv_status st = KV_OK;
     kv_accuracy_bench *b = NULL;
     KV_NEW(b, 1);
     *b = (kv_accuracy_bench){.model = model, .trace = trace, .ops = ops, .full = undefined};
     if (trace->scored) {
         KV_TRY(prepare(b));
-        KV_TRY(walk_documents(b, NULL, &b->full));
+        KV_TRY(run_full(b, folder));
     }
 out:
     *out = st == KV_OK ? b : NULL;
     if (st != KV_OK) kv_accuracy_close(b);
     return st;
+}
+
+kv_status kv_accuracy_open(const kv_model *model, const kv_trace_info *trace, const kv_ops *ops,
+                           kv_accuracy_bench **out) {
+    return kv_accuracy_open_cached(model, trace, ops, NULL, out);
 }
 
 void kv_accuracy_close(kv_accuracy_bench *b) {

@@ -25,6 +25,9 @@ typedef struct kv_accuracy_bench kv_accuracy_bench; /* model, tokens and the ful
  * model's vocabulary. */
 kv_status kv_accuracy_open(const kv_model *model, const kv_trace_info *trace, const kv_ops *ops,
                            kv_accuracy_bench **out);
+/* The same, with the full run kept in `folder` (cache.h; NULL: not kept). */
+kv_status kv_accuracy_open_cached(const kv_model *model, const kv_trace_info *trace,
+                                  const kv_ops *ops, const char *folder, kv_accuracy_bench **out);
 void kv_accuracy_close(kv_accuracy_bench *bench); /* NULL is legal */
 
 /* One policy at one budget; NULL is the full run. All NAN where accuracy has no meaning: bounds without a cache (oracle_step), and

@@ -2,8 +2,7 @@
  *
  * A cached array is addressed by its content: XXH3-128 over q, k, v as they are used, shapes, scale, softcap, device, instruction
  * set and the sources that compute it, plus the settings that the array depends on (sinks and window for the retrieval events, window
- * and power for column sums, nothing else for lse and o). So a changed trace, kernel or setting can never be answered by an old file.
- * Files carry a checksum; a corrupted or foreign file is ignored and written again. A cache that cannot be written is no error. */
+ * and power for column sums, nothing else for lse and o). See cache.h. */
 #ifndef KV_EXPERIMENTS_DENSE_CACHE_H
 #define KV_EXPERIMENTS_DENSE_CACHE_H
 
@@ -13,8 +12,5 @@
  * is stored there. folder NULL: no cache. */
 kv_status kv_dense_cached(const kv_ops *ops, const kv_span *span, const kv_dense_request *request,
                           const char *folder, kv_dense *out);
-
-/* Removes the longest unused files until at most `limit` bytes remain. */
-void kv_dense_cache_trim(const char *folder, int64_t limit);
 
 #endif

@@ -9,7 +9,7 @@
 
 #include "experiments/accuracy.h"
 #include "experiments/cli.h"
-#include "experiments/dense_cache.h"
+#include "experiments/cache.h"
 #include "experiments/experiment.h"
 #include "experiments/files.h"
 #include "experiments/manifest.h"
@@ -145,7 +145,7 @@ out:
 static kv_status run_model(run *r, kv_accuracy *accuracy) {
     kv_status st = KV_OK;
     kv_accuracy_bench *bench = NULL;
-    KV_TRY(kv_accuracy_open(r->model, r->info, r->ops, &bench));
+    KV_TRY(kv_accuracy_open_cached(r->model, r->info, r->ops, cache_folder, &bench));
     for (size_t i = 0; i < r->plan.n_row; i++)
         KV_TRY(kv_accuracy_run(bench, &r->plan.row[i], &accuracy[i]));
 out:
@@ -172,7 +172,7 @@ static kv_status compute(run *r, json_t **summary) {
     KV_TRY(write_files(r, result, accuracy, e.dense_seconds, staging.folder, summary));
     KV_TRY(kv_interrupt_poll());
     KV_TRY(kv_staging_commit(&staging));
-    kv_dense_cache_trim(cache_folder, cache_limit);
+    kv_cache_trim(cache_folder, cache_limit);
 out:
     for (size_t i = 0; result && i < r->plan.n_row; i++) kv_row_result_free(&result[i]);
     free(result);
