@@ -187,6 +187,9 @@ kv_status kv_evict_writer_add(kv_evict_writer *w, const char *item, int32_t budg
               KV_E_IO, "%s: %s cannot be created", w->path, name);
     if (H5Dwrite(set, H5T_NATIVE_INT32, H5S_ALL, H5S_ALL, H5P_DEFAULT, evict_at) < 0)
         KV_H5_RAISE(KV_E_IO, "%s: %s cannot be written; is the disk full?", w->path, name);
+    bool stored = kv_h5_close(set);
+    set = -1;
+    if (!stored) KV_H5_RAISE(KV_E_IO, "%s: %s cannot be written; is the disk full?", w->path, name);
     w->failed = failed_before;
 out:
     kv_h5_close(set);

@@ -11,13 +11,13 @@
 #include "reference/core/mem.h"
 
 void kv_h5_begin(void) {
+    /* After a failed write (a full disk) HDF5's exit handler crashes on what it could not close. Everything is closed without it. */
+    H5dont_atexit();
     H5Eset_auto2(H5E_DEFAULT, NULL, NULL);
     H5Eclear2(H5E_DEFAULT);
 }
 
-void kv_h5_close(hid_t id) {
-    if (id >= 0) H5Idec_ref(id);
-}
+bool kv_h5_close(hid_t id) { return id < 0 || H5Idec_ref(id) >= 0; }
 
 static herr_t keep_first(unsigned n, const H5E_error2_t *error, void *text) {
     if (n == 0 && error->desc) snprintf(text, 300, "%s", error->desc);

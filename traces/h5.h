@@ -12,8 +12,8 @@
 /* Turns HDF5's own printing off (it is per thread) and empties its error stack. First call of every public function here. */
 void kv_h5_begin(void);
 
-/* Closes any kind of identifier; negative ones are ignored. */
-void kv_h5_close(hid_t id);
+/* Closes any kind of identifier; negative ones are ignored. False when what it still held cannot be written. */
+bool kv_h5_close(hid_t id);
 
 /* KV_FAIL plus the innermost reason on HDF5's error stack. */
 kv_status kv_h5_fail_at(const char *file, int line, kv_status code, const char *format, ...)

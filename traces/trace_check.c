@@ -328,9 +328,9 @@ kv_status kv_trace_check(const kv_trace_desc *d, kv_trace_shape *out) {
     if (d->n_request < 1 || d->n_request > MAX_REQUEST)
         RAISE("%s: /requests holds %d groups, expected 1..%d", d->file, d->n_request, MAX_REQUEST);
     KV_TRY(check_layers(d, out));
+    for (int32_t i = 0; i < d->n_request; i++) KV_TRY(check_request(d, &d->request[i], out));
     for (int32_t i = 0; i < KV_MODEL_ITEMS; i++)
         KV_TRY(check_found(d->file, &d->model[i], kv_model_item_path[i], &model_rule[i], out, 0));
-    for (int32_t i = 0; i < d->n_request; i++) KV_TRY(check_request(d, &d->request[i], out));
 out:
     return st;
 }

@@ -17,7 +17,7 @@ int64_t kv_found_row(const kv_found *f) {
 static kv_status read_rows(const kv_trace *t, const kv_found *f, hid_t memory_type, int64_t first,
                            int64_t count, void *out) {
     kv_status st = KV_OK;
-    hid_t set = -1, space = -1, memory = -1, stored = -1;
+    hid_t set = -1, space = -1, memory = -1, type = -1, stored = -1;
     hsize_t start[KV_FOUND_DIMS] = {(hsize_t)first}, n[KV_FOUND_DIMS] = {(hsize_t)count};
     for (int32_t i = 1; i < f->n_dim; i++) n[i] = (hsize_t)f->dim[i];
     kv_h5_begin();
@@ -27,8 +27,10 @@ static kv_status read_rows(const kv_trace *t, const kv_found *f, hid_t memory_ty
     KV_H5_TRY(memory, H5Screate_simple(f->n_dim, n, NULL), KV_E_INTERNAL, "%s: no memory space",
               f->path);
     if (memory_type < 0) {
-        KV_H5_TRY(stored, H5Dget_type(set), KV_E_DATA, "%s: %s has no type", t->path, f->path);
-        H5Tset_order(stored, H5T_ORDER_LE);
+        KV_H5_TRY(type, H5Dget_type(set), KV_E_DATA, "%s: %s has no type", t->path, f->path);
+        KV_H5_TRY(stored, H5Tcopy(type), KV_E_INTERNAL, "%s: type cannot be copied", f->path);
+        if (H5Tset_order(stored, H5T_ORDER_LE) < 0)
+            KV_H5_RAISE(KV_E_DATA, "%s: %s has no byte order", t->path, f->path);
     }
     if (H5Sselect_hyperslab(space, H5S_SELECT_SET, start, NULL, n, NULL) < 0 ||
         H5Dread(set, memory_type < 0 ? stored : memory_type, memory, space, H5P_DEFAULT, out) < 0)
@@ -36,6 +38,7 @@ static kv_status read_rows(const kv_trace *t, const kv_found *f, hid_t memory_ty
                     f->path);
 out:
     kv_h5_close(stored);
+    kv_h5_close(type);
     kv_h5_close(memory);
     kv_h5_close(space);
     kv_h5_close(set);

@@ -134,10 +134,12 @@ kv_status kv_trace_writer_close(kv_trace_writer *w, bool keep) {
     kv_status st = KV_OK;
     if (!w) return KV_OK;
     kv_h5_begin();
-    for (int i = 0; i < KV_MODEL_ITEMS; i++) kv_h5_close(w->scale[i]);
-    for (int i = 0; i < KV_REQUEST_ITEMS; i++) kv_h5_close(w->tensor[i]);
-    kv_h5_close(w->request);
+    bool written = true;
+    for (int i = 0; i < KV_MODEL_ITEMS; i++) written &= kv_h5_close(w->scale[i]);
+    for (int i = 0; i < KV_REQUEST_ITEMS; i++) written &= kv_h5_close(w->tensor[i]);
+    written &= kv_h5_close(w->request);
     if (!keep) goto out;
+    if (!written) KV_H5_RAISE(KV_E_IO, "%s: writing failed; is the disk full?", w->path);
     if (w->written != w->n_layer)
         KV_RAISE(KV_E_USAGE, "%s: closed after %d of %d layers", w->path, w->written, w->n_layer);
     KV_TRY(seal(w));
