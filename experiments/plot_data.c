@@ -1,0 +1,186 @@
+/* summary.json -> curve.csv, points.csv, correlation.csv. */
+#include "experiments/plot_data.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <jansson.h>
+
+#include "experiments/csv.h"
+#include "experiments/results.h"
+#include "experiments/spearman.h"
+#include "reference/core/mem.h"
+#include "reference/core/param.h"
+
+/* Where a metric stands in a result: a key, or a key within an object. */
+typedef struct metric {
+    const char *name, *object, *key;
+} metric;
+
+static const metric curves[] = {
+    {"recall_mean", NULL, "recall_mean"},     {"recall_chance", NULL, "recall_chance"},
+    {"retained_mass", NULL, "retained_mass"}, {"retrieval_hit", NULL, "retrieval_hit"},
+    {"output_error", NULL, "output_error"},   {"kept_mean", NULL, "kept_mean"},
+    {"cache_bytes", NULL, "cache_bytes"},     {"accuracy_recall", "token_accuracy", "recall"},
+};
+/* Columns of points.csv; the last is what the others are correlated with. */
+static const metric columns[] = {
+    {"recall_mean", NULL, "recall_mean"},
+    {"retrieval_hit", NULL, "retrieval_hit"},
+    {"retained_mass", NULL, "retained_mass"},
+    {"accuracy_recall", "token_accuracy", "recall"},
+};
+enum {
+    CURVES = sizeof curves / sizeof *curves,
+    COLUMNS = sizeof columns / sizeof *columns,
+    ACCURACY = COLUMNS - 1
+};
+
+typedef struct point {
+    double value[COLUMNS]; /* NAN where undefined */
+} point;
+
+typedef struct tables {
+    const char *folder;
+    FILE *curve, *points;
+    point *point; /* [n_point] */
+    size_t n_point;
+} tables;
+
+static kv_status create(const char *folder, const char *name, const char *header, FILE **out) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    *out = fopen(path, "w");
+    if (!*out) return KV_FAIL(KV_E_CANTCREATE, "cannot create %s: %s", path, strerror(errno));
+    fputs(header, *out);
+    return KV_OK;
+}
+
+/* Closes the table; st, or KV_E_IO when st is KV_OK and something was not written. */
+static kv_status finish(kv_status st, FILE *f, const char *folder, const char *name) {
+    if (!f) return st;
+    const int failed = ferror(f);
+    if ((fclose(f) != 0 || failed) && st == KV_OK)
+        return KV_FAIL(KV_E_IO, "writing %s/%s failed: %s", folder, name, strerror(errno));
+    return st;
+}
+
+static void put_value(FILE *f, double x) {
+    char text[40] = "";
+    if (!isnan(x)) kv_format_real(x, text, sizeof text);
+    fputs(text, f);
+}
+
+/* label,policy,variant,budget, */
+static void put_key(FILE *f, const char *policy, const char *variant, json_int_t budget) {
+    char label[1024];
+    snprintf(label, sizeof label, "%s%s%s", policy, variant[0] ? ":" : "", variant);
+    for (char *c = label; *c; c++) /* gnuplot ends a text at a comma, quoted or not */
+        if (strchr(",\"\n", *c)) *c = ';';
+    fprintf(f, "%s,", label);
+    kv_csv_put(f, policy);
+    fputc(',', f);
+    kv_csv_put(f, variant);
+    fprintf(f, ",%" JSON_INTEGER_FORMAT ",", budget);
+}
+
+static double look_up(const json_t *result, const metric *m) {
+    const json_t *object = m->object ? json_object_get(result, m->object) : result;
+    const json_t *value = json_object_get(object, m->key);
+    return json_is_number(value) ? json_number_value(value) : NAN;
+}
+
+static kv_status add_result(tables *t, const json_t *result, size_t i) {
+    const json_t *policy = json_object_get(result, "policy"),
+                 *variant = json_object_get(result, "variant"),
+                 *budget = json_object_get(result, "budget");
+    if (!json_is_string(policy) || !json_is_string(variant) || !json_is_integer(budget))
+        return KV_FAIL(KV_E_DATA, "results[%zu] lacks policy, variant (texts) or budget (integer)",
+                       i);
+    const char *const name = json_string_value(policy), *const form = json_string_value(variant);
+    for (size_t c = 0; c < CURVES; c++) {
+        put_key(t->curve, name, form, json_integer_value(budget));
+        fprintf(t->curve, "%s,", curves[c].name);
+        put_value(t->curve, look_up(result, &curves[c]));
+        fputc('\n', t->curve);
+    }
+    put_key(t->points, name, form, json_integer_value(budget));
+    for (size_t c = 0; c < COLUMNS; c++) {
+        t->point[t->n_point].value[c] = look_up(result, &columns[c]);
+        put_value(t->points, t->point[t->n_point].value[c]);
+        fputc(c + 1 < COLUMNS ? ',' : '\n', t->points);
+    }
+    t->n_point++;
+    return KV_OK;
+}
+
+static kv_status add_run(tables *t, const char *run) {
+    kv_status st = KV_OK;
+    json_t *summary = NULL;
+    KV_TRY(kv_json_read(run, "summary.json", &summary));
+    const json_t *results = json_object_get(summary, "results");
+    if (!json_is_array(results))
+        KV_RAISE(KV_E_DATA, "%s/summary.json has no array \"results\"", run);
+    const size_t n = json_array_size(results);
+    point *grown = realloc(t->point, (t->n_point + n + 1) * sizeof *grown);
+    if (!grown) KV_RAISE(KV_E_INTERNAL, "out of memory");
+    t->point = grown;
+    for (size_t i = 0; i < n; i++) {
+        st = add_result(t, json_array_get(results, i), i);
+        if (st != KV_OK) {
+            st = kv_error_context(st, "%s/summary.json", run);
+            goto out;
+        }
+    }
+out:
+    json_decref(summary);
+    return st;
+}
+
+static kv_status correlate(const tables *t, FILE *f) {
+    kv_status st = KV_OK;
+    double *x = NULL, *y = NULL;
+    KV_NEW(x, t->n_point);
+    KV_NEW(y, t->n_point);
+    for (size_t c = 0; c < ACCURACY; c++) {
+        double rho = NAN;
+        size_t n = 0;
+        for (size_t i = 0; i < t->n_point; i++) {
+            const double *v = t->point[i].value;
+            if (isnan(v[c]) || isnan(v[ACCURACY])) continue;
+            x[n] = v[c];
+            y[n++] = v[ACCURACY];
+        }
+        if (n >= KV_CORRELATION_POINTS) KV_TRY(kv_spearman(x, y, n, &rho));
+        fprintf(f, "%s,", columns[c].name);
+        put_value(f, rho);
+        fprintf(f, ",%zu\n", n);
+    }
+out:
+    free(x);
+    free(y);
+    return st;
+}
+
+kv_status kv_plot_data(const char *const *run, size_t n_run, const char *folder) {
+    kv_status st = KV_OK;
+    tables t = {.folder = folder};
+    FILE *correlation = NULL;
+    KV_TRY(create(folder, "curve.csv", "label,policy,variant,budget,metric,value\n", &t.curve));
+    KV_TRY(create(folder, "points.csv",
+                  "label,policy,variant,budget,recall_mean,retrieval_hit,retained_mass,"
+                  "accuracy_recall\n",
+                  &t.points));
+    KV_TRY(create(folder, "correlation.csv", "metric,rho,n\n", &correlation));
+    for (size_t i = 0; i < n_run; i++) KV_TRY(add_run(&t, run[i]));
+    KV_TRY(correlate(&t, correlation));
+out:
+    st = finish(st, t.curve, folder, "curve.csv");
+    st = finish(st, t.points, folder, "points.csv");
+    st = finish(st, correlation, folder, "correlation.csv");
+    free(t.point);
+    return st;
+}
