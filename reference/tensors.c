@@ -3,6 +3,7 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,7 +42,9 @@ kv_status kv_tensors_get(const kv_tensors *set, const char *name, int32_t n_dim,
     if (!t)
         return KV_FAIL(KV_E_DATA, "%s: tensor \"%s\" of shape %s is missing", set->path, name,
                        expected);
-    if (t->n_dim != n_dim || memcmp(t->shape, shape, (size_t)n_dim * sizeof *shape) != 0) {
+    bool same = t->n_dim == n_dim;
+    for (int32_t i = 0; same && i < n_dim; i++) same = t->shape[i] == shape[i];
+    if (!same) {
         print_shape(t->n_dim, t->shape, found, sizeof found);
         return KV_FAIL(KV_E_DATA, "%s: tensor \"%s\" has shape %s, expected %s", set->path, name,
                        found, expected);

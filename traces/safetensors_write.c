@@ -100,7 +100,7 @@ kv_status kv_safetensors_write(const char *path, const kv_tensor_out *tensor, in
     size_t length = 0, size = strlen(path) + 32;
     bool created = false;
     KV_NEW(sorted, n);
-    memcpy(sorted, tensor, (size_t)n * sizeof *sorted);
+    for (int32_t i = 0; i < n; i++) sorted[i] = tensor[i];
     qsort(sorted, (size_t)n, sizeof *sorted, compare_out);
     for (int32_t i = 0; i < n; i++) KV_TRY(check(path, &sorted[i]));
     KV_TRY(build_header(path, sorted, n, meta, &header, &length));
