@@ -191,8 +191,13 @@ Test(core, reals_print_in_their_shortest_form) {
     const struct {
         double x;
         const char *text;
-    } cases[] = {{0.1, "0.1"},    {2, "2"},         {1e-8, "1e-08"},
-                 {2e-5, "2e-05"}, {0.125, "0.125"}, {1.0 / 3, "0.3333333333333333"}};
+    } cases[] = {{0.1, "0.1"},
+                 {2, "2"},
+                 {400, "400"},
+                 {1e-8, "1e-08"},
+                 {2e-5, "2e-05"},
+                 {0.125, "0.125"},
+                 {1.0 / 3, "0.3333333333333333"}};
     char text[64];
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         kv_format_real(cases[i].x, text, sizeof text);

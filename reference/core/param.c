@@ -39,6 +39,7 @@ void kv_format_real(double x, char *out, size_t size) {
         snprintf(out, size, "%.*g", digits, x);
         if (strtod(out, NULL) == x) break;
     }
+    if (fabs(x) < 1e15 && x == floor(x)) snprintf(out, size, "%.0f", x); /* 400, not 4e+02 */
 }
 
 static size_t choice_count(const char *choices) {

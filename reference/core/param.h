@@ -22,7 +22,7 @@ typedef struct kv_param {
     const char *choices, *default_text;
 } kv_param;
 
-enum { KV_PARAM_MAX = 24 };
+enum { KV_PARAM_MAX = 32 };
 
 /* The values of one table. `spec` ends with a nameless entry (NULL table: no parameters). */
 typedef struct kv_params {

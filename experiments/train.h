@@ -1,0 +1,58 @@
+/* kvlab train: traces -> weights of kvpop_mlp, kvpop or dms. */
+#ifndef KV_EXPERIMENTS_TRAIN_H
+#define KV_EXPERIMENTS_TRAIN_H
+
+#include "experiments/train_loop.h"
+
+typedef struct kv_train_options {
+    const char *policy, *budget; /* budget as typed: count or fraction of the longest document */
+    int32_t sinks, window;
+    uint64_t seed;
+    const char *const *trace;
+    int32_t n_trace;
+    const char *const *set; /* "policy.key=value" */
+    int32_t n_set;
+    const char *model_dir; /* the traces must come from this model; NULL: not checked */
+    const char *output;    /* NULL: policies/weights/<policy>-b<budget>.safetensors */
+    const char *cache_folder;
+    const kv_ops *ops; /* computes the targets */
+    bool force;        /* replace other weights, start over */
+} kv_train_options;
+
+/* Trains, writes the weights and beside them <name>.manifest.json. Weights that this very training already made are left as they are.
+ * The checkpoint <output>.checkpoint exists only while a training is unfinished. */
+kv_status kv_train(const kv_train_options *options);
+
+/* One training, resolved. */
+typedef struct kv_train_job {
+    const kv_train_options *options;
+    kv_params params;
+    kv_run run;
+    kv_train_set set;
+    kv_train_plan
+        plan; /* filled in by the learner except n_trace, seed, identity, checkpoint, held_out, force */
+    char output[4096], checkpoint[4096 + 16];
+    char text[1024]; /* what the table says about the result */
+} kv_train_job;
+
+/* What can be trained. */
+typedef struct kv_learner {
+    const char *policy;
+    const kv_param
+        *params; /* settings of its training; `held_out` names a trace for early stopping */
+    kv_status (*paper)(kv_params *params); /* the paper's own settings (paper=1); NULL: none */
+    kv_status (*train)(const struct kv_learner *learner,
+                       kv_train_job *job); /* loads, trains, writes job->output */
+} kv_learner;
+
+extern const kv_learner kv_learner_kvpop, kv_learner_kvpop_mlp;
+
+const kv_learner *kv_learner_at(int i); /* NULL past the end */
+
+/* Runs job->plan on an objective and describes the result in job->text. */
+kv_status kv_train_job_run(kv_train_job *job, const kv_train_objective *objective,
+                           kv_train_state *state);
+/* Metadata of the weights that say where they come from: key, value, …, NULL; valid while job lives. out [16] */
+void kv_train_job_metadata(const kv_train_job *job, const char **out);
+
+#endif

@@ -1,0 +1,84 @@
+/* Checkpoints of a training run: everything that the next step depends on, as safetensors. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "experiments/train_loop.h"
+#include "traces/safetensors.h"
+
+enum { TENSORS = 8 };
+
+/* The arrays in the order of their names below; n[i] elements each, 0: absent. */
+static void list_arrays(const kv_train_state *s, float *array[TENSORS], int64_t n[TENSORS]) {
+    float *all[TENSORS] = {s->param, s->m1, s->m2, s->best_param,
+                           s->theta, s->t1, s->t2, s->best_theta};
+    for (int i = 0; i < TENSORS; i++) {
+        bool best = i % 4 == 3;
+        array[i] = all[i];
+        n[i] = (i < 4 ? s->n_lane * s->n_param : s->theta ? s->n_lane : 0);
+        if (best && isinf(s->best)) n[i] = 0;
+    }
+}
+
+static const char *const array_name[TENSORS] = {"param", "m1",      "m2",      "best",
+                                                "theta", "theta_1", "theta_2", "theta_best"};
+
+kv_status kv_train_save(const kv_train_plan *plan, const kv_train_state *s) {
+    kv_tensor_out out[TENSORS];
+    float *array[TENSORS];
+    int64_t n[TENSORS];
+    int32_t count = 0;
+    char step[24], best[32], best_step[24];
+    list_arrays(s, array, n);
+    for (int i = 0; i < TENSORS; i++)
+        if (n[i] > 0)
+            out[count++] = (kv_tensor_out){
+                .name = array_name[i], .n_dim = 1, .shape = {n[i]}, .data = array[i]};
+    snprintf(step, sizeof step, "%lld", (long long)s->step);
+    snprintf(best, sizeof best, "%.17g", s->best);
+    snprintf(best_step, sizeof best_step, "%lld", (long long)s->best_step);
+    const char *meta[] = {"identity", plan->identity, "step",    step, "best",
+                          best,       "best_step",    best_step, NULL};
+    kv_status st = kv_safetensors_write(plan->checkpoint, out, count, meta);
+    return st == KV_OK ? st : kv_error_context(st, "checkpoint");
+}
+
+static double number(const kv_tensors *set, const char *key) {
+    const char *text = kv_tensors_meta(set, key);
+    return text ? strtod(text, NULL) : NAN;
+}
+
+kv_status kv_train_restore(const kv_train_plan *plan, kv_train_state *s, bool *found) {
+    kv_status st = KV_OK;
+    kv_tensors set = {0};
+    float *array[TENSORS];
+    int64_t n[TENSORS];
+    *found = false;
+    if (plan->force || access(plan->checkpoint, F_OK) != 0) return KV_OK;
+    KV_TRY(kv_safetensors_open(plan->checkpoint, &set));
+    const char *identity = kv_tensors_meta(&set, "identity");
+    if (!identity || strcmp(identity, plan->identity) != 0)
+        KV_RAISE(KV_E_USAGE,
+                 "%s belongs to a training with other settings, traces or seed; finish that one, "
+                 "remove the file, or start over with --force",
+                 plan->checkpoint);
+    s->step = (int64_t)number(&set, "step");
+    s->best = number(&set, "best");
+    s->best_step = (int64_t)number(&set, "best_step");
+    if (s->step < 0 || s->step > plan->steps || isnan(s->best))
+        KV_RAISE(KV_E_DATA, "%s: damaged: step %lld of %lld; remove it", plan->checkpoint,
+                 (long long)s->step, (long long)plan->steps);
+    list_arrays(s, array, n);
+    for (int i = 0; i < TENSORS; i++) {
+        const kv_tensor *t;
+        if (n[i] == 0) continue;
+        KV_TRY(kv_tensors_get(&set, array_name[i], 1, &n[i], &t));
+        KV_TRY(kv_tensor_read(&set, t, array[i]));
+    }
+    *found = true;
+out:
+    kv_tensors_free(&set);
+    return st;
+}
