@@ -9,6 +9,10 @@
 #include "tests/naive/naive_case.h"
 #include "tests/naive/naive_replay.h"
 
+/* The work is too small for more than one thread. */
+static void one_thread(void) { kv_threads_set(1); }
+TestSuite(closed_loop, .init = one_thread);
+
 static const kv_attention_rule tova = {.per_layer = true, .reduce = KV_REDUCE_MEAN, .decay = 0},
                                tova_head = {.reduce = KV_REDUCE_MEAN, .decay = 0},
                                cumulative = {
