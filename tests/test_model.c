@@ -385,6 +385,9 @@ static const struct {
     {"qwen3", "rope_parameters", ROPE("dynamic"), "rope scaling type is dynamic"},
     {"qwen3", "rope_parameters", ROPE("llama3"), "low_freq_factor must be"},
     {"qwen3", "rope_parameters", "{\"rope_type\":\"default\"}", "rope_theta must be"},
+    {"qwen3", "rope_parameters",
+     "{\"rope_type\":\"default\",\"rope_theta\":1e4,\"partial_rotary_factor\":0.25}",
+     "partial_rotary_factor is 0.25"},
     {"qwen3", "rope_parameters", "-", NULL}, /* rope_theta then defaults to 10000 */
     {"qwen3", "dtype", "\"float8_e4m3fn\"", "torch_dtype is float8_e4m3fn"},
     {"qwen3", "num_hidden_layers", "2", "layers.2.input_layernorm.weight\" has no place"},

@@ -61,7 +61,7 @@ static const struct {
 /* A config.json and its path for messages. */
 typedef struct source {
     const char *path;
-    json_t *root;
+    const json_t *root;
 } source;
 
 static bool is_absent(const json_t *value) { return !value || json_is_null(value); }
@@ -117,12 +117,16 @@ static kv_status refuse_unsupported(const source *s) {
     if (!is_absent(json_object_get(s->root, "quantization_config")))
         KV_RAISE(KV_E_DATA, "%s: quantization_config: only f32, f16 and bf16 weights are supported",
                  s->path);
-    double partial = 1.0;
-    KV_TRY(read_real(s, s->root, "partial_rotary_factor", 1.0, &partial));
-    if (partial < 1.0)
-        KV_RAISE(KV_E_DATA, "%s: partial_rotary_factor is %g, only 1 is supported", s->path,
-                 partial);
 out:
+    return st;
+}
+
+static kv_status refuse_partial(const source *s, const json_t *object) {
+    double partial = 1.0;
+    kv_status st = read_real(s, object, "partial_rotary_factor", 1.0, &partial);
+    if (st == KV_OK && partial < 1.0)
+        st = KV_FAIL(KV_E_DATA, "%s: partial_rotary_factor is %g, only 1 is supported", s->path,
+                     partial);
     return st;
 }
 
@@ -132,6 +136,8 @@ static kv_status read_rope(const source *s, kv_model_config *c) {
     const json_t *rope = json_object_get(s->root, "rope_parameters"), *type;
     bool joined = json_is_object(rope);
     if (!joined) rope = json_object_get(s->root, "rope_scaling");
+    KV_TRY(refuse_partial(s, s->root));
+    KV_TRY(refuse_partial(s, rope));
     KV_TRY(read_real(s, joined ? rope : s->root, "rope_theta", joined ? -1.0 : 10000.0,
                      &c->rope_theta));
     if (is_absent(rope)) goto out;
@@ -142,7 +148,7 @@ static kv_status read_rope(const source *s, kv_model_config *c) {
     if (!name || strcmp(name, "llama3") != 0)
         KV_RAISE(KV_E_DATA, "%s: rope scaling type is %s, supported are default and llama3",
                  s->path, name ? name : "missing");
-    const source scaling = {s->path, (json_t *)(uintptr_t)rope};
+    const source scaling = {s->path, rope};
     KV_TRY(read_real(s, rope, "factor", -1.0, &c->rope_factor));
     KV_TRY(read_real(s, rope, "low_freq_factor", -1.0, &c->rope_low));
     KV_TRY(read_real(s, rope, "high_freq_factor", -1.0, &c->rope_high));
@@ -300,18 +306,18 @@ static kv_status load_config(const char *dir, kv_model_config *c) {
     kv_status st = KV_OK;
     json_error_t error;
     char *path = join(dir, "config.json");
-    source s = {path, NULL};
+    json_t *root = NULL;
     if (!path) return KV_E_INTERNAL;
     if (access(path, R_OK) != 0)
         KV_RAISE(KV_E_NOINPUT,
                  "%s: not found; a model folder holds config.json and "
                  "model.safetensors",
                  path);
-    s.root = json_load_file(path, JSON_REJECT_DUPLICATES, &error);
-    if (!s.root) KV_RAISE(KV_E_DATA, "%s:%d: %s", path, error.line, error.text);
-    KV_TRY(read_config(&s, c));
+    root = json_load_file(path, JSON_REJECT_DUPLICATES, &error);
+    if (!root) KV_RAISE(KV_E_DATA, "%s:%d: %s", path, error.line, error.text);
+    KV_TRY(read_config(&(source){path, root}, c));
 out:
-    json_decref(s.root);
+    json_decref(root);
     free(path);
     return st;
 }
