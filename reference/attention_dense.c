@@ -134,6 +134,14 @@ static void sweep_panel(const sweep *s, const scratch *x, int32_t head, int32_t 
     store_rows(s, &p);
 }
 
+static void sweep_slab(const sweep *s, int32_t unit) {
+    const int32_t b = unit % s->n_slab, end = slab_start(s, b + 1);
+    double *partial = s->partial + (size_t)unit * (size_t)s->request->n_power * s->width;
+    for (int32_t panel = slab_start(s, b); panel < end && kv_interrupt_poll() == KV_OK; panel++)
+        sweep_panel(s, &s->scratch[omp_get_thread_num()], unit / s->n_slab, panel * KV_PANEL_ROWS,
+                    partial);
+}
+
 /* Columns of all slabs joined, in slab order; fails if a sum left the range of double. */
 static kv_status join_slabs(const sweep *s) {
     const kv_dense_request *request = s->request;
@@ -230,14 +238,12 @@ kv_status kv_dense_compute(const kv_span *span, const kv_dense_request *request,
     KV_TRY(kv_packed_make(span, &s.shape, &s.packed));
     s.width = (size_t)s.packed.n_chunk * KV_CHUNK_KEYS;
     KV_TRY(allocate(&s));
-#pragma omp parallel for schedule(dynamic, 1) num_threads(s.n_scratch)
-    for (int32_t unit = 0; unit < span->n_q_head * s.n_slab; unit++) {
-        const int32_t b = unit % s.n_slab, end = slab_start(&s, b + 1);
-        double *partial = s.partial + (size_t)unit * (size_t)request->n_power * s.width;
-        for (int32_t panel = slab_start(&s, b); panel < end && kv_interrupt_poll() == KV_OK;
-             panel++)
-            sweep_panel(&s, &s.scratch[omp_get_thread_num()], unit / s.n_slab,
-                        panel * KV_PANEL_ROWS, partial);
+#pragma omp parallel num_threads(s.n_scratch)
+    {
+        const unsigned mode = kv_flush_begin();
+#pragma omp for schedule(dynamic, 1)
+        for (int32_t unit = 0; unit < span->n_q_head * s.n_slab; unit++) sweep_slab(&s, unit);
+        kv_flush_end(mode);
     }
     KV_TRY(kv_interrupt_poll());
     KV_TRY(join_slabs(&s));

@@ -11,10 +11,11 @@
 /* 6 x 2 vectors of 8 fill 16 registers (AVX2), 6 x 4 vectors of 16 fill 32 (AVX-512). */
 enum { WIDTH = KV_VF == 16 ? 4 : 2, TILE = WIDTH * KV_VF, ROWS = KV_TILE_ROWS };
 
-/* 2^x for x <= 127, exactly 1 at 0, 0 for x < -126 (and for -infinity). Degree-5 minimax fit on [-1/2, 1/2] with constant term 1:
- * relative error below 1.7e-7. */
-static inline kv_vf exp2_flushed(kv_vf x) {
+/* 2^x for x <= 127, exactly 1 at 0, 0 for x <= -127 (and for -infinity), some denormal between -127 and -126, which counts as 0
+ * by the time it is a probability. Degree-5 minimax fit on [-1/2, 1/2] with constant term 1: relative error below 1.7e-7. */
+static inline kv_vf exp2_clamped(kv_vf x) {
     const kv_vf magic = kv_vf_set(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    x = kv_vf_max(x, kv_vf_set(-127.0f));
     kv_vf t = kv_vf_add(x, magic);
     kv_vf f = kv_vf_sub(x, kv_vf_sub(t, magic));
     kv_vf p = kv_vf_set(1.326472848e-03f);
@@ -23,7 +24,7 @@ static inline kv_vf exp2_flushed(kv_vf x) {
     p = kv_vf_fma(p, f, kv_vf_set(2.402224243e-01f));
     p = kv_vf_fma(p, f, kv_vf_set(6.931470037e-01f));
     p = kv_vf_fma(p, f, kv_vf_set(1.0f));
-    return kv_vf_if_ge(x, kv_vf_set(-126.0f), kv_vf_scale(p, t), kv_vf_set(0.0f));
+    return kv_vf_scale(p, t);
 }
 
 /* acc = sum over n steps of a (KV_TILE_ROWS numbers, row_step apart) times b (TILE numbers). */
@@ -85,18 +86,21 @@ static float hide(float *l, const int32_t *birth, const int32_t *death, int32_t 
     return kv_vf_reduce_max(max);
 }
 
-static float exponentials(const float *l, float max, int32_t n_key, float *e) {
-    const kv_vf m = kv_vf_set(max);
-    kv_vf sum[WIDTH];
-    for (int i = 0; i < WIDTH; i++) sum[i] = kv_vf_set(0.0f);
-    for (int32_t j = 0; j < n_key; j += TILE)
-        for (int i = 0; i < WIDTH; i++) {
-            kv_vf x = exp2_flushed(kv_vf_sub(kv_vf_load(l + j + i * KV_VF), m));
-            kv_vf_store(e + j + i * KV_VF, x);
-            sum[i] = kv_vf_add(sum[i], x);
-        }
-    for (int i = 1; i < WIDTH; i++) sum[0] = kv_vf_add(sum[0], sum[i]);
-    return (float)kv_vd_reduce_add(kv_vd_add(kv_vd_low(sum[0]), kv_vd_high(sum[0])));
+static void exponentials(const float *l, const float *max, int32_t n_row, int32_t n_key, float *e,
+                         float *sum) {
+    for (int32_t r = 0; r < n_row; r++, l += KV_CHUNK_KEYS, e += KV_CHUNK_KEYS) {
+        const kv_vf m = kv_vf_set(max[r]);
+        kv_vf part[WIDTH];
+        for (int i = 0; i < WIDTH; i++) part[i] = kv_vf_set(0.0f);
+        for (int32_t j = 0; j < n_key; j += TILE)
+            for (int i = 0; i < WIDTH; i++) {
+                kv_vf x = exp2_clamped(kv_vf_sub(kv_vf_load(l + j + i * KV_VF), m));
+                kv_vf_store(e + j + i * KV_VF, x);
+                part[i] = kv_vf_add(part[i], x);
+            }
+        for (int i = 1; i < WIDTH; i++) part[0] = kv_vf_add(part[0], part[i]);
+        sum[r] = (float)kv_vd_reduce_add(kv_vd_add(kv_vd_low(part[0]), kv_vd_high(part[0])));
+    }
 }
 
 static float sum_range(const float *e, const int32_t *birth, int32_t lo, int32_t hi,
@@ -143,9 +147,12 @@ static void values(const float *e, const float *v, int32_t n_tile, int32_t n_key
 }
 
 static inline kv_vf probability(const float *e, float weight) {
-    const kv_vf tiny = kv_vf_set(0x1p-126f);
-    kv_vf p = kv_vf_mul(kv_vf_load(e), kv_vf_set(weight));
-    return kv_vf_if_ge(p, tiny, p, kv_vf_set(0.0f));
+    const kv_vf p = kv_vf_mul(kv_vf_load(e), kv_vf_set(weight));
+#if KV_HARDWARE_FLUSH
+    return p;
+#else
+    return kv_vf_if_ge(p, kv_vf_set(0x1p-126f), p, kv_vf_set(0.0f));
+#endif
 }
 
 static inline void add_wide(double *column, kv_vf x, double factor) {
@@ -191,39 +198,43 @@ static void max_p(const float *e, const float *weight, int32_t n_row, int32_t n_
     }
 }
 
-/* 2^y in double, relative error below 1e-8 (Taylor, degree 7); 0 below -1021, infinite from 1024 on. */
-static inline double exp2_wide(double y) {
-    const double magic = 0x1.8p52;
-    double x = y < 1024.0 ? y : 1024.0, t = x + magic, f = x - (t - magic), p = 1.5252733804e-5,
-           power;
-    p = p * f + 1.5403530394e-4;
-    p = p * f + 1.3333558146e-3;
-    p = p * f + 9.6181291076e-3;
-    p = p * f + 5.5504108665e-2;
-    p = p * f + 2.4022650696e-1;
-    p = p * f + 6.9314718056e-1;
-    p = p * f + 1.0;
-    uint64_t bits;
-    memcpy(&bits, &t, sizeof bits);
-    bits = (bits + 1023) << 52;
-    memcpy(&power, &bits, sizeof power);
-    return y < -1021.0 ? 0.0 : p * power;
+/* 2^(power x) = small * large^8 with small in [2^-4.5, 2^4.5] and large a power of two: fp32 holds both, double their product.
+ * The product power * x keeps its rounding error. Clamped below at 2^-1008; infinite from 2^1024 on. */
+static inline kv_vf split_power(kv_vf x, float power, kv_vf *large) {
+    const kv_vf magic = kv_vf_set(12582912.0f), a = kv_vf_set(power);
+    kv_vf y = kv_vf_mul(x, a);
+    kv_vf rest = kv_vf_fma(x, a, kv_vf_sub(kv_vf_set(0.0f), y));
+    y = kv_vf_min(kv_vf_max(y, kv_vf_set(-1008.0f)), kv_vf_set(1027.0f));
+    kv_vf t = kv_vf_fma(y, kv_vf_set(0.125f), magic);
+    *large = kv_vf_scale(kv_vf_set(1.0f), t);
+    kv_vf small = kv_vf_fma(kv_vf_sub(t, magic), kv_vf_set(-8.0f), y);
+    return exp2_clamped(kv_vf_add(small, rest));
+}
+
+static inline kv_vd times_power8(kv_vd small, kv_vd large) {
+    large = kv_vd_mul(large, large);
+    large = kv_vd_mul(large, large);
+    return kv_vd_mul(small, kv_vd_mul(large, large));
 }
 
 static void add_power(const float *l, const float *high, const float *low, int32_t n_row,
                       int32_t n_key, double power, double *column) {
-    const double factor = isinf(power) ? 1.0 : power;
-    for (int32_t r = 0; r < n_row; r++, l += KV_CHUNK_KEYS) {
-        double p[KV_CHUNK_KEYS];
-        for (int32_t j = 0; j < n_key; j++) {
-            const float x = l[j] - high[r] - low[r];
-            const double value = exp2_wide(factor * (double)x);
-            p[j] = x >= -126.0f ? value : 0.0;
+    const bool is_max = isinf(power);
+    const float factor = is_max ? 1.0f : (float)power;
+    for (int32_t j = 0; j < n_key; j += KV_VF, column += KV_VF) {
+        kv_vd even = kv_vd_load(column), odd = kv_vd_load(column + KV_VF / 2);
+        for (int32_t r = 0; r < n_row; r++) {
+            kv_vf x = kv_vf_load(l + r * KV_CHUNK_KEYS + j), large;
+            x = kv_vf_sub(kv_vf_sub(x, kv_vf_set(high[r])), kv_vf_set(low[r]));
+            kv_vf small = split_power(kv_vf_max(x, kv_vf_set(-127.0f)), factor, &large);
+            small = kv_vf_if_ge(x, kv_vf_set(-126.0f), small, kv_vf_set(0.0f));
+            kv_vd p = times_power8(kv_vd_low(small), kv_vd_low(large));
+            kv_vd q = times_power8(kv_vd_high(small), kv_vd_high(large));
+            even = is_max ? kv_vd_max(even, p) : kv_vd_add(even, p);
+            odd = is_max ? kv_vd_max(odd, q) : kv_vd_add(odd, q);
         }
-        if (isinf(power))
-            for (int32_t j = 0; j < n_key; j++) column[j] = column[j] > p[j] ? column[j] : p[j];
-        else
-            for (int32_t j = 0; j < n_key; j++) column[j] += p[j];
+        kv_vd_store(column, even);
+        kv_vd_store(column + KV_VF / 2, odd);
     }
 }
 

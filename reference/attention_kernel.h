@@ -18,7 +18,33 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#define KV_HARDWARE_FLUSH 1
+#else
+#define KV_HARDWARE_FLUSH 0
+#endif
+
 enum { KV_TILE_ROWS = 6, KV_PANEL_ROWS = 24, KV_CHUNK_KEYS = 256 };
+
+/* "A probability below 2^-126 counts as 0" (contract.md 3) is what the processor's flush-to-zero mode does, for free and without the
+ * stalls of denormal numbers. The mode belongs to a thread; add_p, add_p2 and max_p rely on it where it exists. */
+static inline unsigned kv_flush_begin(void) {
+#if KV_HARDWARE_FLUSH
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040u); /* flush results, take denormal operands as 0 */
+    return before;
+#else
+    return 0;
+#endif
+}
+static inline void kv_flush_end(unsigned before) {
+#if KV_HARDWARE_FLUSH
+    _mm_setcsr(before);
+#else
+    (void)before;
+#endif
+}
 
 typedef struct kv_attention_kernel {
     int32_t tile_keys;
@@ -33,8 +59,9 @@ typedef struct kv_attention_kernel {
     /* One row of query u: l = -infinity unless birth <= u < death (death NULL: never); returns the maximum. */
     float (*hide)(float *l, const int32_t *birth, const int32_t *death, int32_t u, int32_t n_key);
 
-    /* One row: e = 2^(l - max), 0 below 2^-126; returns the sum. e may be l. */
-    float (*exponentials)(const float *l, float max, int32_t n_key, float *e);
+    /* e = 2^(l - max[row]), 0 below 2^-126, and its sums [n_row]. e may be l; max must be finite. */
+    void (*exponentials)(const float *l, const float *max, int32_t n_row, int32_t n_key, float *e,
+                         float *sum);
 
     /* One row: sum of e over keys with lo <= birth <= hi. */
     float (*sum_range)(const float *e, const int32_t *birth, int32_t lo, int32_t hi, int32_t n_key);

@@ -68,36 +68,34 @@ void kv_panel_logits(const kv_panel *p, const kv_panel_shape *shape, const kv_ch
 void kv_softmax_add(kv_softmax *s, const kv_panel_shape *shape, const kv_chunk *chunk,
                     int32_t first, int32_t n_row, const float *row_max, const float *l, float *e) {
     const kv_attention_kernel *kernel = shape->kernel;
+    float anchor[KV_PANEL_ROWS] = {0}, sum[KV_PANEL_ROWS];
     for (int32_t r = 0; r < n_row; r++) {
         const float *row = l + r * KV_CHUNK_KEYS;
-        float *to = e + r * KV_CHUNK_KEYS;
-        const int32_t lo = shape->sinks, hi = first + r - shape->window;
-        const bool some_far = chunk->birth_max >= lo && chunk->birth_min <= hi;
-        if (shape->want_top && some_far && row_max[r] > s->top[r]) {
+        if (shape->want_top && row_max[r] > s->top[r]) {
             const int32_t key =
-                kernel->find_top(row, chunk->birth, lo, hi, chunk->n_key, &s->top[r]);
+                kernel->find_top(row, chunk->birth, shape->sinks, first + r - shape->window,
+                                 chunk->n_key, &s->top[r]);
             if (key >= 0) s->top_key[r] = key;
         }
-        const float max = row_max[r] > s->max[r] ? row_max[r] : s->max[r];
         s->rescale[r] = 1.0f;
-        if (max > s->max[r]) {
-            const double shrink =
-                s->max[r] == -INFINITY ? 0.0 : exp2((double)s->max[r] - (double)max);
+        if (row_max[r] > s->max[r]) {
+            const double shrink = exp2((double)s->max[r] - (double)row_max[r]);
             s->rescale[r] = (float)shrink;
             s->sum[r] *= shrink;
             s->far[r] *= shrink;
-            s->max[r] = max;
+            s->max[r] = row_max[r];
         }
-        if (row_max[r] == -INFINITY) {
-            memset(to, 0, sizeof *to * KV_CHUNK_KEYS);
-            continue;
-        }
-        const double sum = (double)kernel->exponentials(row, max, chunk->n_key, to);
-        s->sum[r] += sum;
-        if (!shape->want_long || !some_far) continue;
-        const bool all_far = chunk->birth_min >= lo && chunk->birth_max <= hi;
-        s->far[r] +=
-            all_far ? sum : (double)kernel->sum_range(to, chunk->birth, lo, hi, chunk->n_key);
+        /* before the first visible key any finite anchor gives probabilities 0 */
+        if (s->max[r] > -INFINITY) anchor[r] = s->max[r];
+    }
+    kernel->exponentials(l, anchor, n_row, chunk->n_key, e, sum);
+    for (int32_t r = 0; r < n_row; r++) {
+        const int32_t lo = shape->sinks, hi = first + r - shape->window;
+        s->sum[r] += (double)sum[r];
+        if (!shape->want_long || chunk->birth_max < lo || chunk->birth_min > hi) continue;
+        if (chunk->birth_min < lo || chunk->birth_max > hi)
+            sum[r] = kernel->sum_range(e + r * KV_CHUNK_KEYS, chunk->birth, lo, hi, chunk->n_key);
+        s->far[r] += (double)sum[r];
     }
 }
 

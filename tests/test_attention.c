@@ -90,10 +90,10 @@ static void check_columns(const shape *x, const kv_span *s, const kv_dense_reque
                 char what[48];
                 snprintf(what, sizeof what, "column of power %g%s", r->power[a],
                          r->lse ? ", sparse" : "");
-                /* where p is close to 2^-126, or its power to 2^-1022, one side may count it and the other not */
+                /* where p is close to 2^-126, or its power to 2^-1008, one side may count it and the other not */
                 near(d->column[a][i * s->stride + t], n->column[a][i * s->stride + t],
                      3 * power * logit_error(x),
-                     2 * x->n_token * fmax(pow(0x1p-126, power), 0x1p-1021), what, x, i, t);
+                     2 * x->n_token * fmax(pow(0x1p-126, power), 0x1p-1007), what, x, i, t);
             }
 }
 
