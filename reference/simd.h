@@ -81,8 +81,8 @@ static inline kv_vd kv_vd_high(kv_vf v) { return _mm256_cvtps_pd(_mm256_extractf
 enum { KV_VF = 4 };
 typedef float kv_vf __attribute__((vector_size(16)));
 typedef double kv_vd __attribute__((vector_size(16)));
-typedef int32_t kv_vi __attribute__((vector_size(16)));
-typedef int64_t kv_vl __attribute__((vector_size(16)));
+typedef uint32_t kv_vi __attribute__((vector_size(16)));
+typedef uint64_t kv_vl __attribute__((vector_size(16)));
 static inline kv_vf kv_vf_load(const float *p) {
     kv_vf v;
     memcpy(&v, p, sizeof v);
