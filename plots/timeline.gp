@@ -23,7 +23,7 @@ left = 70.0 / W; right = 1 - 130.0 / W; bottom = 60.0 / H; top = 1 - 70.0 / H
 set multiplot layout rows, columns margins left, right, bottom, top spacing 40.0 / W, 45.0 / H \
     title sprintf('Tokens in the cache, budget %s, layer %s, KV head %s', budget, layer, kv_head)
 percent(bin) = 100.0 * (bin + 0.5) / n_bin
-half = 51.5 / n_bin # a little overlap: no seams between the cells
+half = 62.0 / n_bin # a little overlap: no seams between the cells
 do for [i = 1:words(seen)] {
     set title word(seen, i) offset 0, -0.6
     if ((i - 1) % columns == 0) { set ylabel 'query (% of trace)'; set format y '%g' } else { unset ylabel; set format y '' }
