@@ -54,7 +54,7 @@ typedef struct mutation {
     int64_t index;
     element_type type;
     store store;
-    int64_t dim[5]; /* ends with 0 */
+    int64_t dim[6]; /* ends with 0 */
 } mutation;
 
 /* Returns 0, or -1 when HDF5 refused (a fault of the test). */
