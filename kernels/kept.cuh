@@ -1,0 +1,25 @@
+// Key lists of masked attention: what a plan holds. Built by kept.cu, read by attend.cu.
+#ifndef KV_KERNELS_KEPT_CUH
+#define KV_KERNELS_KEPT_CUH
+
+#include "kernels/device.cuh"
+
+constexpr int KV_BLOCK = 64; // queries that share a list
+
+// The list of one block: `far` keys that every query of the block sees inside its E(u), then `near` keys that every query sees
+// outside its E(u), then `part` keys that need a look at each query. Each class in ascending order.
+struct kept_block {
+    int64_t first; // in the list array
+    int far, near, part;
+};
+
+struct kv_gpu_plan {
+    kv_gpu *gpu;
+    int32_t n_kv_head, n_token, n_block, sinks, window;
+    kv_gpu_buffer *block;    // kept_block [n_kv_head][n_block]
+    kv_gpu_buffer *list;     // int32 keys, grown by kv_gpu_plan_fill
+    kv_gpu_buffer *evict_at; // int32 [n_kv_head][n_token], a copy
+    int64_t visits;          // length of all lists
+};
+
+#endif

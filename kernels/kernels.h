@@ -1,0 +1,105 @@
+/* The GPU: one C interface over the CUDA kernels, opaque handles, device-resident buffers. Layer 5 of the house.
+ *
+ * Each operation mirrors a function of reference/ (named in its comment) and is checked against it by `kvlab verify`. All work of
+ * one kv_gpu runs on one stream in call order; a call returns before the work is done, kv_gpu_get and kv_gpu_sync wait for it.
+ * One thread at a time per kv_gpu. Results are the same bytes on every run of one device: no floating-point atomics.
+ *
+ * Errors, besides those named: KV_E_UNAVAILABLE (no device, no driver, shape outside what the kernels take), KV_E_USAGE (a buffer
+ * too small), KV_E_INTERNAL (out of device memory, a kernel failed). On a build without nvcc kv_gpu_open and kv_gpu_ops return
+ * KV_E_UNAVAILABLE; the other functions are then not linked. */
+#ifndef KV_KERNELS_H
+#define KV_KERNELS_H
+
+#include "reference/ops.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The device table: kv_ops_cpu with the operations below in place of the CPU's. One process-wide device, opened on first use,
+ * serialised by a lock. KV_E_UNAVAILABLE says what is missing. */
+kv_status kv_gpu_ops(const kv_ops **out);
+
+typedef struct kv_gpu kv_gpu;               /* device, stream, memory pool */
+typedef struct kv_gpu_buffer kv_gpu_buffer; /* device memory */
+typedef struct kv_gpu_span kv_gpu_span; /* q, k, v of one document of one layer, device format */
+typedef struct kv_gpu_plan kv_gpu_plan; /* which keys each block of 64 queries visits */
+
+typedef struct kv_gpu_info {
+    char name[128];
+    int32_t sm_count, cc_major, cc_minor;
+    int64_t bytes_total, bytes_free;
+    bool hopper; /* the wgmma path is in use; KV_GPU_PATH=portable turns it off */
+} kv_gpu_info;
+
+/* KV_GPU_GUARD=1: every buffer lies between poisoned borders that kv_gpu_free checks, and is filled with NaN when new. */
+kv_status kv_gpu_open(kv_gpu **out);
+void kv_gpu_close(kv_gpu *g); /* NULL is legal */
+void kv_gpu_describe(kv_gpu *g, kv_gpu_info *out);
+/* Chooses between wgmma and mma.sync kernels from here on; KV_E_UNAVAILABLE where the device has no wgmma. */
+kv_status kv_gpu_use_hopper(kv_gpu *g, bool hopper);
+kv_status kv_gpu_sync(kv_gpu *g);
+
+kv_status kv_gpu_new(kv_gpu *g, size_t bytes, kv_gpu_buffer **out);
+/* KV_E_MISMATCH when a guarded border was overwritten. NULL is legal. */
+kv_status kv_gpu_free(kv_gpu_buffer *b);
+size_t kv_gpu_bytes(const kv_gpu_buffer *b);
+kv_status kv_gpu_put(kv_gpu_buffer *b, const void *host, size_t bytes);
+kv_status kv_gpu_get(const kv_gpu_buffer *b, void *host, size_t bytes);
+
+/* Device clock: tick i (0..15) is stamped in stream order; ms between two ticks. */
+kv_status kv_gpu_tick(kv_gpu *g, int i);
+kv_status kv_gpu_ms(kv_gpu *g, int from, int to, float *ms);
+
+/* Ceilings of this card at this moment, medians: device-to-device copy of `bytes`, bytes read plus written, TB/s; cuBLAS bf16
+ * product of random n x n matrices with fp32 accumulation, TFLOP/s (KV_E_UNAVAILABLE without libcublas). */
+kv_status kv_gpu_copy_ceiling(kv_gpu *g, size_t bytes, double *tb_per_s);
+kv_status kv_gpu_matmul_ceiling(kv_gpu *g, int32_t n, double *tflop_per_s);
+
+/* Uploads a span. q, k, v become half or bfloat16 where every value is exactly representable, so that products are exact and only
+ * the fp32 accumulation rounds; otherwise they stay fp32 and the operations use split tf32 (error about that of fp32). head_dim up
+ * to 128, padded with zeros to 64 or 128; larger: KV_E_UNAVAILABLE. softcap and any scale are accepted. want_v false: v is left
+ * out. */
+kv_status kv_gpu_span_upload(kv_gpu *g, const kv_span *span, bool want_v, kv_gpu_span **out);
+/* Normal random q (deviation 1), k, v of the given shape and type (KV_F16, KV_BF16, KV_F32), for benchmarks. head_dim 64 or 128. */
+kv_status kv_gpu_span_random(kv_gpu *g, int32_t n_q_head, int32_t n_kv_head, int32_t n_token,
+                             int32_t head_dim, kv_dtype type, uint64_t seed, kv_gpu_span **out);
+void kv_gpu_span_free(kv_gpu_span *s); /* NULL is legal */
+kv_dtype kv_gpu_span_type(const kv_gpu_span *s);
+
+/* Rows of the dense sweep (kv_dense_compute): lse [n_q_head][n_token] fp32, natural. With long_mass, top_p (fp32) and top_t (int32,
+ * same shape; all three or none) the events of E(u) = {sinks <= t <= u - window}. Tokens are dense in device arrays: no stride. */
+kv_status kv_gpu_lse(const kv_gpu_span *s, int32_t sinks, int32_t window, kv_gpu_buffer *lse,
+                     kv_gpu_buffer *long_mass, kv_gpu_buffer *top_p, kv_gpu_buffer *top_t);
+
+/* Column sums of the dense sweep: column [n_q_head][n_token] double, sum over u >= t + window of exp(power (l - lse_u)) or, for
+ * power INFINITY, the maximum. lse [n_q_head][n_token] is the normaliser; sparse: it may lie below the row's maximum, so
+ * probabilities may exceed 1 (maths.md 2.4). */
+kv_status kv_gpu_column(const kv_gpu_span *s, int32_t window, double power,
+                        const kv_gpu_buffer *lse, bool sparse, kv_gpu_buffer *column);
+
+/* kv_target_mass + kv_target_log of a column: r [n_kv_head][n_token] fp32 = log(eps + m), m the maximum or mean over the group of
+ * column / max(1, n_token - t - window) (no division when `maximum`). */
+kv_status kv_gpu_target(const kv_gpu_span *s, int32_t window, bool maximum, bool mean, double eps,
+                        const kv_gpu_buffer *column, kv_gpu_buffer *r);
+
+/* Key lists of evict_at [n_kv_head][n_token] int32 for kv_gpu_attend. */
+kv_status kv_gpu_plan_new(kv_gpu *g, int32_t n_kv_head, int32_t n_token, int32_t sinks,
+                          int32_t window, const kv_gpu_buffer *evict_at, kv_gpu_plan **out);
+/* Rebuilds the lists of a plan for another evict_at of the same shape. */
+kv_status kv_gpu_plan_fill(kv_gpu_plan *p, const kv_gpu_buffer *evict_at);
+void kv_gpu_plan_free(kv_gpu_plan *p); /* NULL is legal */
+/* (64-query block, key) visits of a plan times 64 times the group, that is the query-key pairs that kv_gpu_attend works on. */
+kv_status kv_gpu_plan_pairs(kv_gpu_plan *p, int32_t n_q_head, double *pairs);
+
+/* Attention forward (kv_masked_compute; plan NULL: dense causal, kv_attend). o [n_q_head][n_token][head_dim as uploaded or
+ * generated] fp32, lse and lse_long [n_q_head][n_token] fp32; each may be NULL, lse_long needs a plan. A row without keys has o 0
+ * and lse -inf. exact: probabilities enter the second product as high and low halves (error 2^-21 instead of 2^-11 or 2^-8). */
+kv_status kv_gpu_attend(const kv_gpu_span *s, const kv_gpu_plan *plan, bool exact, kv_gpu_buffer *o,
+                        kv_gpu_buffer *lse, kv_gpu_buffer *lse_long);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
