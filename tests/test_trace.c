@@ -431,6 +431,7 @@ static void put_file(const char *path, const char *data, long n) {
 Test(trace, truncated_and_flipped_files_are_noticed) {
     long n;
     char what[64];
+    ignore_leaks(true);
     write_small("a.h5");
     char *x = slurp("a.h5", &n);
     for (long size = 0; size < n; size += n / 37) {
@@ -441,7 +442,6 @@ Test(trace, truncated_and_flipped_files_are_noticed) {
         cr_expect(strstr(kv_error_message(), "b.h5"), "%s", kv_error_message());
     }
     int refused = 0, total = 0;
-    ignore_leaks(true);
     for (long at = 8; at < n; at += 173, total++) {
         snprintf(what, sizeof what, "bit %ld of byte %ld", at % 8, at);
         x[at] = (char)(x[at] ^ 1 << at % 8);
