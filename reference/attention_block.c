@@ -8,6 +8,12 @@
 #include "reference/core/cpu.h"
 #include "reference/core/mem.h"
 
+int32_t kv_block_queries(const kv_panel_shape *shape) {
+    const int32_t panels = (192 << 10) / (int32_t)sizeof(float) / 2 /
+                           (shape->group * shape->padded_dim * KV_PANEL_ROWS);
+    return KV_PANEL_ROWS * (panels < 1 ? 1 : panels > KV_BLOCK_PANELS ? KV_BLOCK_PANELS : panels);
+}
+
 kv_status kv_block_make(const kv_panel_shape *shape, kv_block *b) {
     kv_status st = KV_OK;
     const int32_t n = shape->group * KV_BLOCK_PANELS;
@@ -35,9 +41,9 @@ void kv_block_free(kv_block *b) {
 
 void kv_block_begin(kv_block *b, const kv_panel_shape *shape, const kv_span *span, int32_t kv_head,
                     int32_t first) {
-    const int32_t left = span->n_token - first;
+    const int32_t left = span->n_token - first, most = kv_block_queries(shape);
     b->first = first;
-    b->n_query = left < KV_BLOCK_QUERIES ? left : KV_BLOCK_QUERIES;
+    b->n_query = left < most ? left : most;
     b->n_panel = 0;
     for (int32_t g = 0; g < shape->group; g++)
         for (int32_t done = 0; done < b->n_query; done += KV_PANEL_ROWS)
@@ -74,12 +80,13 @@ static void attend_block(kv_block *b, const kv_panel_shape *shape, const kv_pack
 kv_status kv_attend(const kv_span *span, float *o, float *lse) {
     kv_status st = KV_OK;
     const int32_t n_thread = kv_threads();
-    const int32_t n_block = (span->n_token + KV_BLOCK_QUERIES - 1) / KV_BLOCK_QUERIES;
     kv_panel_shape shape;
     kv_packed packed = {0};
     kv_block *block = NULL;
     KV_TRY(kv_panel_shape_make(span, &shape));
     shape.want_output = true;
+    const int32_t queries = kv_block_queries(&shape);
+    const int32_t n_block = (span->n_token + queries - 1) / queries;
     KV_TRY(kv_packed_make(span, &shape, &packed));
     KV_NEW(block, n_thread);
     for (int32_t i = 0; i < n_thread; i++) KV_TRY(kv_block_make(&shape, &block[i]));
@@ -89,8 +96,7 @@ kv_status kv_attend(const kv_span *span, float *o, float *lse) {
         if (kv_interrupt_poll() != KV_OK) continue;
         kv_block *b = &block[omp_get_thread_num()];
         const int32_t kv_head = unit % span->n_kv_head;
-        kv_block_begin(b, &shape, span, kv_head,
-                       (n_block - 1 - unit / span->n_kv_head) * KV_BLOCK_QUERIES);
+        kv_block_begin(b, &shape, span, kv_head, (n_block - 1 - unit / span->n_kv_head) * queries);
         attend_block(b, &shape, &packed, kv_head);
         kv_block_end(b, &shape, o, lse);
     }

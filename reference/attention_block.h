@@ -5,7 +5,10 @@
 
 #include "reference/attention_panel.h"
 
-enum { KV_BLOCK_QUERIES = 48, KV_BLOCK_PANELS = KV_BLOCK_QUERIES / KV_PANEL_ROWS };
+/* Largest block. A larger block shares its keys among more rows, but its queries and outputs must stay in L2 beside a chunk of keys
+ * and values: 192 KiB of them, the same on every machine so that results do not depend on the cache. */
+enum { KV_BLOCK_QUERIES = 96, KV_BLOCK_PANELS = KV_BLOCK_QUERIES / KV_PANEL_ROWS };
+int32_t kv_block_queries(const kv_panel_shape *shape);
 
 /* The block that a thread works on, with its buffers. */
 typedef struct kv_block {

@@ -152,7 +152,7 @@ static void attend_block(const masked *m, gather *g, int32_t kv_head, int32_t fi
 static void walk(const masked *m, gather *g, int32_t kv_head, int32_t walk_start) {
     g->n_live = 0;
     for (int32_t b = 0; b < WALK_BLOCKS; b++) {
-        const int32_t first = walk_start + b * KV_BLOCK_QUERIES;
+        const int32_t first = walk_start + b * kv_block_queries(&m->shape);
         if (first >= m->span->n_token || kv_interrupt_poll() != KV_OK) return;
         update_live(m, g, kv_head, b == 0 ? 0 : first, first);
         attend_block(m, g, kv_head, first);
@@ -209,10 +209,10 @@ static void release(masked *m) {
 kv_status kv_masked_compute(const kv_span *span, const kv_masked_request *request, kv_masked *out) {
     kv_status st = KV_OK;
     masked m = {.span = span, .request = request, .out = out, .n_gather = kv_threads()};
-    const int32_t walk_queries = WALK_BLOCKS * KV_BLOCK_QUERIES;
-    const int32_t n_walk = (span->n_token + walk_queries - 1) / walk_queries;
     *out = (kv_masked){0};
     KV_TRY(kv_panel_shape_make(span, &m.shape));
+    const int32_t walk_queries = WALK_BLOCKS * kv_block_queries(&m.shape);
+    const int32_t n_walk = (span->n_token + walk_queries - 1) / walk_queries;
     m.shape.sinks = request->sinks;
     m.shape.window = request->window;
     m.recorded = m.shape;

@@ -64,21 +64,39 @@ void kv_turns_begin(kv_turns *turns, const kv_block *block, const int32_t *t, co
     }
 }
 
+static int32_t place_of(const kv_span *span, int32_t t) {
+    return span->position ? span->position[t] : t;
+}
+
+/* Whether the chunk's keys stand at consecutive places, so that one delta holds for all of them. */
+static bool is_run(const kv_span *span, const kv_chunk *chunk) {
+    for (int32_t j = 1; j < chunk->n_key; j++)
+        if (place_of(span, chunk->birth[j]) != place_of(span, chunk->birth[0]) + j) return false;
+    return true;
+}
+
 void kv_turns_chunk(kv_turns *turns, const kv_block *block, const kv_span *span,
                     const kv_chunk *chunk) {
+    const bool run = is_run(span, chunk);
     int32_t n = 0;
     for (int32_t r = 0; r < block->n_query; r++) {
-        const int32_t u = block->first + r, place = span->position ? span->position[u] : u;
+        const int32_t u = block->first + r;
+        /* delta of the next kept key, were it at place 0 */
+        int32_t base = place_of(span, u) - (turns->held[r] - 1 - turns->met[r]);
         turns->start[r] = n;
+        if (run && u >= chunk->birth_max && u < chunk->seen_to &&
+            base == place_of(span, chunk->birth[0])) {
+            turns->met[r] += chunk->n_key;
+            continue;
+        }
         for (int32_t j = 0; j < chunk->n_key; j++) {
             const int32_t t = chunk->birth[j];
             if (t > u || u >= chunk->death[j]) continue;
-            const int32_t delta = place - (span->position ? span->position[t] : t) -
-                                  (turns->held[r] - 1 - turns->met[r]);
-            turns->met[r]++;
             turns->key[n] = j;
-            turns->delta[n] = delta;
-            n += delta != 0;
+            turns->delta[n] = base - place_of(span, t);
+            n += turns->delta[n] != 0;
+            turns->met[r]++;
+            base++;
         }
     }
     turns->start[block->n_query] = n;
@@ -94,6 +112,7 @@ void kv_turns_apply(const kv_turns *turns, const kv_angles *angles, const kv_blo
         const float *q = span->q + (panel->row + (size_t)r) * width;
         float *row = l + r * KV_CHUNK_KEYS;
         int32_t known = -1;
+        bool top_lost = false;
         for (int32_t i = turns->start[at]; i < turns->start[at + 1]; i++) {
             const int32_t delta = turns->delta[i], j = turns->key[i];
             const bool in_table = delta >= 0 && delta < angles->n;
@@ -107,11 +126,13 @@ void kv_turns_apply(const kv_turns *turns, const kv_angles *angles, const kv_blo
                 shape->kernel->rotated_dot(q, k, angles->half,
                                            in_table ? angles->cosine + base : turns->cosine,
                                            in_table ? angles->sine + base : turns->sine);
+            top_lost |= row[j] == row_max[r];
             row[j] = shape->cap_factor > 0 ? shape->cap_factor * tanhf(x) : x;
+            if (row[j] >= row_max[r]) row_max[r] = row[j], top_lost = false;
         }
-        if (turns->start[at + 1] > turns->start[at]) {
-            row_max[r] = -INFINITY;
-            for (int32_t j = 0; j < chunk->n_key; j++) row_max[r] = fmaxf(row_max[r], row[j]);
-        }
+        if (!top_lost) continue;
+        row_max[r] = -INFINITY;
+        for (int32_t j = 0; j < chunk->n_key; j++)
+            if (row[j] > row_max[r]) row_max[r] = row[j];
     }
 }

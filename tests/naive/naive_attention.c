@@ -70,9 +70,12 @@ static double probability(double l, double lse) {
 static void mix(const kv_span *s, int32_t i, int32_t u, const double *l, const bool *in, double lse,
                 double *o) {
     const int32_t h = i / (s->n_q_head / s->n_kv_head);
-    for (int32_t t = 0; t <= u; t++)
-        for (int32_t c = 0; in[t] && c < s->head_dim; c++)
-            o[c] += exp(l[t] - lse) * (double)s->v[((int64_t)h * s->stride + t) * s->head_dim + c];
+    for (int32_t t = 0; t <= u; t++) {
+        if (!in[t]) continue;
+        const double p = exp(l[t] - lse);
+        const float *v = s->v + ((int64_t)h * s->stride + t) * s->head_dim;
+        for (int32_t c = 0; c < s->head_dim; c++) o[c] += p * (double)v[c];
+    }
 }
 
 static double *doubles(int64_t n) { return calloc((size_t)n + 1, sizeof(double)); }
