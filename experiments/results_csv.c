@@ -3,11 +3,12 @@
  * head as the mean of its group, retrieval_hit as hits / retrievals of the group. */
 #include <errno.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "experiments/files.h"
+#include "experiments/csv.h"
 #include "experiments/results.h"
 
 typedef struct out {
@@ -17,24 +18,11 @@ typedef struct out {
     char trace[256];
 } out;
 
-static void put_field(FILE *f, const char *text) { /* quoted only where CSV asks for it */
-    if (!strpbrk(text, ",\"\n")) {
-        fputs(text, f);
-        return;
-    }
-    fputc('"', f);
-    for (; *text; text++) {
-        if (*text == '"') fputc('"', f);
-        fputc(*text, f);
-    }
-    fputc('"', f);
-}
-
 static void put(out *o, const char *layer, const char *head, const char *metric, double value,
                 int64_t n) {
-    put_field(o->file, o->trace);
+    kv_csv_put(o->file, o->trace);
     fprintf(o->file, ",%s,%s,%s,", layer, head, o->row->policy->name);
-    put_field(o->file, o->row->variant);
+    kv_csv_put(o->file, o->row->variant);
     fprintf(o->file, ",%d,%" PRIu64 ",%s,", o->row->run.budget, o->row->run.seed, metric);
     if (isfinite(value)) fprintf(o->file, "%.17g", value);
     fprintf(o->file, ",%" PRId64 "\n", n);

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "experiments/csv.h"
 #include "reference/core/mem.h"
 
 enum { BINS = KV_TIMELINE_BINS };
@@ -93,9 +94,11 @@ static void write_map(kv_timeline *t, const kv_row *row, int32_t layer_id, int32
     for (int32_t u = 0; u < BINS; u++)
         for (int32_t x = 0; x <= u; x++) {
             double pairs = t->pair[u * BINS + x];
-            if (pairs > 0)
-                fprintf(t->file, "%s,%s,%d,%d,%d,%d,%d,%.6g\n", row->policy->name, row->variant,
-                        row->run.budget, layer_id, h, u, x, kept[u * BINS + x] / pairs);
+            if (!(pairs > 0)) continue;
+            fprintf(t->file, "%s,", row->policy->name);
+            kv_csv_put(t->file, row->variant);
+            fprintf(t->file, ",%d,%d,%d,%d,%d,%.6g\n", row->run.budget, layer_id, h, u, x,
+                    kept[u * BINS + x] / pairs);
         }
 }
 
