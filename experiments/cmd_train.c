@@ -120,6 +120,7 @@ kv_status kv_cmd_train(int argc, char **argv) {
                    .device = "cpu",
                    .sinks = "4",
                    .window = "256"};
+    kv_train_report report = {0};
     long long seed, sinks, window;
     KV_TRY(kv_cli_parse(&argp, argc, argv, &a));
     if (!a.train.policy || !a.train.budget)
@@ -133,7 +134,8 @@ kv_status kv_cmd_train(int argc, char **argv) {
     a.train.trace = a.trace;
     a.train.set = a.set;
     KV_TRY(kv_cli_device(a.device, &a.train.ops));
-    KV_TRY(kv_train(&a.train));
+    KV_TRY(kv_train(&a.train, &report));
+    printf("%s%s\n", report.text, report.output);
 out:
     free(a.trace);
     free(a.set);

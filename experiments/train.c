@@ -117,8 +117,8 @@ static json_t *identity_of(const kv_learner *learner, const kv_train_job *job) {
 static kv_status check_output(kv_train_job *job, bool *done) {
     kv_tensors set = {0};
     *done = false;
-    if (job->options->force || access(job->output, F_OK) != 0) return KV_OK;
-    kv_status st = kv_safetensors_open(job->output, &set);
+    if (job->options->force || access(job->report->output, F_OK) != 0) return KV_OK;
+    kv_status st = kv_safetensors_open(job->report->output, &set);
     const char *identity = st == KV_OK ? kv_tensors_meta(&set, "training") : NULL;
     *done = identity && strcmp(identity, job->plan.identity) == 0;
     kv_tensors_free(&set);
@@ -126,21 +126,21 @@ static kv_status check_output(kv_train_job *job, bool *done) {
     return KV_FAIL(KV_E_CANTCREATE,
                    "%s exists and was made by another training; use --force to replace it, or "
                    "another --output",
-                   job->output);
+                   job->report->output);
 }
 
 static kv_status name_files(const kv_learner *learner, kv_train_job *job) {
     char folder[PATH_MAX];
     const kv_train_options *o = job->options;
-    int n = o->output ? snprintf(job->output, sizeof job->output, "%s", o->output)
-                      : snprintf(job->output, sizeof job->output,
+    int n = o->output ? snprintf(job->report->output, sizeof job->report->output, "%s", o->output)
+                      : snprintf(job->report->output, sizeof job->report->output,
                                  "%s/policies/weights/%s-b%d.safetensors", kv_cli_home(),
                                  learner->policy, job->run.budget);
-    if (n < 0 || (size_t)n >= sizeof job->output - 64)
+    if (n < 0 || (size_t)n >= sizeof job->report->output - 64)
         return KV_FAIL(KV_E_USAGE, "--output: the path is longer than %zu characters",
-                       sizeof job->output - 64);
-    snprintf(job->checkpoint, sizeof job->checkpoint, "%s.checkpoint", job->output);
-    snprintf(folder, sizeof folder, "%s", job->output);
+                       sizeof job->report->output - 64);
+    snprintf(job->checkpoint, sizeof job->checkpoint, "%s.checkpoint", job->report->output);
+    snprintf(folder, sizeof folder, "%s", job->report->output);
     char *slash = strrchr(folder, '/');
     if (!slash || slash == folder) return KV_OK;
     *slash = '\0';
@@ -156,11 +156,11 @@ static kv_status write_manifest(const kv_train_job *job, const json_t *identity,
     KV_TRY(kv_trace_open(job->set.trace[0].path, &trace));
     manifest = kv_manifest_make(identity, kv_trace_get(trace), start, job->set.dense_seconds);
     if (!manifest) KV_RAISE(KV_E_INTERNAL, "out of memory");
-    snprintf(folder, sizeof folder, "%.4000s", job->output);
+    snprintf(folder, sizeof folder, "%.4000s", job->report->output);
     char *slash = strrchr(folder, '/');
     snprintf(name, sizeof name, "%.200s", slash ? slash + 1 : folder);
     snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - folder) : 1,
-             slash ? job->output : ".");
+             slash ? job->report->output : ".");
     char *suffix = strstr(name, ".safetensors");
     snprintf(suffix ? suffix : name + strlen(name), 16, ".manifest.json");
     KV_TRY(kv_json_write(manifest, folder, name));
@@ -176,7 +176,7 @@ kv_status kv_train_job_run(kv_train_job *job, const kv_train_objective *objectiv
     double start = kv_now();
     kv_status st = kv_train_run(&job->plan, objective, state, &last);
     if (st != KV_OK) return st;
-    snprintf(job->text, sizeof job->text,
+    snprintf(job->report->text, sizeof job->report->text,
              "%d traces, %" PRId64 " steps in %.0f s (targets %.0f s): loss %.4f, decisions like "
              "the target's %.3f, keep %.3f\n",
              job->plan.n_trace, state->step, kv_now() - start, job->set.dense_seconds, last.loss,
@@ -195,7 +195,7 @@ void kv_train_job_metadata(const kv_train_job *job, const char **out) {
     out[n] = NULL;
 }
 
-kv_status kv_train(const kv_train_options *o) {
+kv_status kv_train(const kv_train_options *o, kv_train_report *report) {
     kv_status st = KV_OK;
     const kv_learner *learner;
     json_t *identity = NULL;
@@ -204,6 +204,7 @@ kv_status kv_train(const kv_train_options *o) {
     bool done;
     KV_NEW(job, 1);
     job->options = o;
+    job->report = report;
     job->run = (kv_run){.sinks = o->sinks, .window = o->window, .seed = o->seed, .eps = 1e-8};
     KV_TRY(find_learner(o->policy, &learner));
     KV_TRY(kv_params_init(&job->params, learner->params));
@@ -226,13 +227,13 @@ kv_status kv_train(const kv_train_options *o) {
     job->plan.force = o->force;
     KV_TRY(check_output(job, &done));
     if (done) {
-        printf("%s: already made by this training; --force trains again\n", job->output);
+        snprintf(report->text, sizeof report->text,
+                 "already made by this training; --force trains again\n");
         goto out;
     }
     KV_TRY(learner->train(learner, job));
     KV_TRY(write_manifest(job, identity, start));
     unlink(job->checkpoint);
-    printf("%s%s\n", job->text, job->output);
 out:
     json_decref(identity);
     if (job) {

@@ -19,9 +19,14 @@ typedef struct kv_train_options {
     bool force;        /* replace other weights, start over */
 } kv_train_options;
 
+typedef struct kv_train_report {
+    char output[4096]; /* the weights file */
+    char text[1024];   /* lines about the result, for the screen */
+} kv_train_report;
+
 /* Trains, writes the weights and beside them <name>.manifest.json. Weights that this very training already made are left as they are.
  * The checkpoint <output>.checkpoint exists only while a training is unfinished. */
-kv_status kv_train(const kv_train_options *options);
+kv_status kv_train(const kv_train_options *options, kv_train_report *report);
 
 /* One training, resolved. */
 typedef struct kv_train_job {
@@ -31,8 +36,8 @@ typedef struct kv_train_job {
     kv_train_set set;
     kv_train_plan
         plan; /* filled in by the learner except n_trace, seed, identity, checkpoint, held_out, force */
-    char output[4096], checkpoint[4096 + 16];
-    char text[1024]; /* what the table says about the result */
+    kv_train_report *report;
+    char checkpoint[4096 + 16];
 } kv_train_job;
 
 /* What can be trained. */
@@ -42,14 +47,14 @@ typedef struct kv_learner {
         *params; /* settings of its training; `held_out` names a trace for early stopping */
     kv_status (*paper)(kv_params *params); /* the paper's own settings (paper=1); NULL: none */
     kv_status (*train)(const struct kv_learner *learner,
-                       kv_train_job *job); /* loads, trains, writes job->output */
+                       kv_train_job *job); /* loads, trains, writes job->report->output */
 } kv_learner;
 
 extern const kv_learner kv_learner_kvpop, kv_learner_kvpop_mlp;
 
 const kv_learner *kv_learner_at(int i); /* NULL past the end */
 
-/* Runs job->plan on an objective and describes the result in job->text. */
+/* Runs job->plan on an objective and describes the result in the report. */
 kv_status kv_train_job_run(kv_train_job *job, const kv_train_objective *objective,
                            kv_train_state *state);
 /* Metadata of the weights that say where they come from: key, value, …, NULL; valid while job lives. out [16] */

@@ -151,8 +151,8 @@ static kv_status describe_decay(kv_train_job *job, const kv_train_state *s) {
     for (int32_t i = 0; i < s->n_lane; i++)
         life[i] = -log(2) / kv_net_log_gamma((double)s->theta[i], NULL);
     qsort(life, (size_t)s->n_lane, sizeof *life, by_value);
-    size_t used = strlen(job->text);
-    snprintf(job->text + used, sizeof job->text - used,
+    size_t used = strlen(job->report->text);
+    snprintf(job->report->text + used, sizeof job->report->text - used,
              "decay: half of the score's odds after %.0f / %.0f / %.0f tokens (least, median, most "
              "over heads)\n",
              life[0], life[s->n_lane / 2], life[s->n_lane - 1]);
@@ -211,7 +211,7 @@ static kv_status train(const kv_learner *learner, kv_train_job *job) {
                            .target_mean = need.mean,
                            .sparse_lse = need.sparse,
                            .more = more};
-    KV_TRY(kv_scorer_file_write(job->output, &file));
+    KV_TRY(kv_scorer_file_write(job->report->output, &file));
 out:
     kv_train_scorer_close(scorer);
     kv_train_state_free(&state);
