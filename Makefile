@@ -33,13 +33,14 @@ LIB      := $(BUILD)/libkvlab.a
 
 include kernels/kernels.mk
 include experiments/experiments.mk
+include tests/fuzz/fuzz.mk
 
 .PHONY: all help setup
 .DEFAULT_GOAL := all
 all: kvlab
 
 help:
-	@sed -n 's/^#: \{0,1\}//p' Makefile kernels/kernels.mk experiments/experiments.mk
+	@sed -n 's/^#: \{0,1\}//p' Makefile kernels/kernels.mk experiments/experiments.mk tests/fuzz/fuzz.mk
 
 #: make setup                              install missing packages (apt), or print the command
 setup: $(BUILD)/.setup

@@ -44,7 +44,7 @@ experiment: build
 	@./kvlab experiment --trace '$(TRACE)' --policy '$(POLICY)' --budget '$(BUDGET)' --seed '$(SEED)' --device $(DEVICE) $(SETS)
 	@plots/draw.sh results/latest
 
-#: make sweep [TRACE=]                     16 points: the policies of experiments/sweep.ini at several budgets, with pictures
+#: make sweep [TRACE= SET=]                18 points: the policies and budgets of experiments/sweep.ini, with pictures
 sweep: build
 	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
 	@./kvlab experiment --config experiments/sweep.ini --trace '$(TRACE)' --device $(DEVICE) $(SETS)
@@ -89,4 +89,4 @@ ci:
 
 #: make clean                              remove builds (results and traces stay)
 clean:
-	rm -rf build build-asan build-clang kvlab
+	rm -rf build build-asan build-clang build-fuzz kvlab

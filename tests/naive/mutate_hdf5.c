@@ -1,6 +1,7 @@
 #include "tests/naive/mutate_hdf5.h"
 
 #include <hdf5.h>
+#include <math.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -115,6 +116,11 @@ static int replace(hid_t file, const mutation *m) {
 
 static double *read_all(hid_t file, const char *object, int *n, hsize_t *dim, size_t *elements) {
     hid_t set = H5Dopen2(file, object, H5P_DEFAULT), space = H5Dget_space(set);
+    if (set < 0 || space < 0 || H5Sget_simple_extent_ndims(space) > 5) {
+        H5Sclose(space);
+        H5Dclose(set);
+        return NULL;
+    }
     *n = H5Sget_simple_extent_ndims(space);
     H5Sget_simple_extent_dims(space, dim, NULL);
     *elements = (size_t)H5Sget_simple_extent_npoints(space);
@@ -130,6 +136,7 @@ static int convert(hid_t file, const mutation *m) {
     size_t elements;
     int n;
     double *value = read_all(file, m->object, &n, dim, &elements);
+    if (!value) return -1;
     H5Ldelete(file, m->object, H5P_DEFAULT);
     int ok = write_set(file, m, m->object, n, dim, value);
     free(value);
@@ -141,7 +148,11 @@ static int write_one(hid_t file, const mutation *m) {
     size_t elements;
     int n;
     double *value = read_all(file, m->object, &n, dim, &elements);
-    value[m->index] = m->number;
+    if (!value || !elements) {
+        free(value);
+        return -1;
+    }
+    value[(size_t)m->index % elements] = m->number;
     hid_t set = H5Dopen2(file, m->object, H5P_DEFAULT);
     int ok = H5Dwrite(set, H5T_NATIVE_DOUBLE, H5S_ALL, H5S_ALL, H5P_DEFAULT, value) < 0 ? -1 : 0;
     H5Dclose(set);
@@ -151,7 +162,7 @@ static int write_one(hid_t file, const mutation *m) {
 
 static int set_attribute(hid_t object, const mutation *m) {
     hid_t scalar = H5Screate(H5S_SCALAR), type, memory;
-    long long whole = (long long)m->number;
+    long long whole = fabs(m->number) < 1e18 ? (long long)m->number : 0;
     signed char truth = 1;
     const void *value = &m->number;
     if (m->kind == SET_INT) {
@@ -184,7 +195,7 @@ static int set_version(hid_t file, const mutation *m) {
     unsigned version[3];
     hid_t a = H5Aopen(file, "schema_version", H5P_DEFAULT);
     H5Aread(a, H5T_NATIVE_UINT, version);
-    version[m->index] = (unsigned)m->number;
+    version[m->index % 3] = m->number >= 0 && m->number < 1e9 ? (unsigned)m->number : 0;
     int ok = H5Awrite(a, H5T_NATIVE_UINT, version) < 0 ? -1 : 0;
     H5Aclose(a);
     return ok;
