@@ -61,6 +61,16 @@ evaluate: build
 	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
 	@./kvlab evaluate --model '$(MODEL)' --trace '$(TRACE)' --policy '$(POLICY)' --budget '$(BUDGET)' --seed '$(SEED)' --device $(DEVICE) $(SETS)
 
+# Training takes one policy, and traces from seeds of 2147483648 on: every smaller seed is held out for experiments.
+TRAIN_TRACES ?= 10
+TRAIN_POLICY  = $(if $(filter file,$(origin POLICY)),kvpop_mlp,$(POLICY))
+TRAIN_FILES   = $(patsubst %,traces/data/reasoning-$(LENGTH)-s%.h5,$(shell seq 2147483648 $$((2147483647 + $(TRAIN_TRACES)))))
+#: make train POLICY= BUDGET= [TRAIN_TRACES= SET=]
+#:                                         train the weights of a learned policy, recording the traces it needs
+train: build
+	+$(MAKE) -s --no-print-directory -j1 $(TRAIN_FILES)
+	@./kvlab train --policy '$(TRAIN_POLICY)' --budget '$(BUDGET)' --device $(DEVICE) $(SETS) --trace $(TRAIN_FILES)
+
 #: make bench                              time of the kernels against this machine's ceiling
 bench: build
 	@./kvlab bench

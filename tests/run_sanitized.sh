@@ -5,7 +5,6 @@ set -uo pipefail
 log=$(dirname "$1")/sanitizer
 rm -f "$log".*
 export ASAN_OPTIONS=log_path=$log:detect_leaks=1:abort_on_error=0 UBSAN_OPTIONS=log_path=$log:print_stacktrace=1
-export LSAN_OPTIONS=suppressions=$(realpath "$(dirname "$0")")/leaks.supp:print_suppressions=0
 "$@" --timeout 1800
 status=$?
 reports=("$log".*)
