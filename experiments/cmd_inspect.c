@@ -33,7 +33,9 @@ kv_status kv_cmd_inspect(int argc, char **argv) {
         .options = options,
         .parser = parse,
         .args_doc = "FILE",
-        .doc = "Say what a trace, a file of decisions (evict.h5) or weights (.safetensors) hold."};
+        .doc = "Say what a trace, a file of decisions (evict.h5) or weights (.safetensors) hold.\v"
+               "Example:\n"
+               "  kvlab inspect --deep t.h5"};
     arguments a = {0};
     kv_status st = kv_cli_parse(&argp, argc, argv, &a);
     return st == KV_OK ? kv_inspect(a.path, a.deep, stdout) : st;

@@ -111,7 +111,10 @@ kv_status kv_cmd_train(int argc, char **argv) {
         .options = options,
         .parser = parse,
         .args_doc = "[TRACE...]",
-        .doc = "Train the weights of a learned policy on recorded traces.\v",
+        .doc = "Train the weights of a learned policy on recorded traces.\v"
+               "Example:\n"
+               "  kvlab train --policy kvpop_mlp --budget 2048 --trace a.h5 b.h5 --output "
+               "w.safetensors\n",
         .help_filter = help_text,
     };
     kv_status st = KV_OK;
