@@ -6,6 +6,10 @@
 #ifndef KV_CORE_STATUS_H
 #define KV_CORE_STATUS_H
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef enum kv_status {
     KV_OK = 0,
     KV_E_MISMATCH = -1,      /* a comparison or verification failed: numbers differ */
@@ -47,5 +51,9 @@ void kv_error_clear(void);
 /* Ctrl-C: the command line's handler sets the flag; long loops poll it once per unit of work. */
 void kv_interrupt_request(void); /* async-signal-safe */
 kv_status kv_interrupt_poll(void);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif
