@@ -88,6 +88,7 @@ static char *help_text(int key, const char *text, void *input) {
     FILE *f = open_memstream(&out, &size);
     if (!f) return NULL;
     const kv_learner *l;
+    fprintf(f, "%s\n", text ? text : "");
     for (int i = 0; (l = kv_learner_at(i)); i++) {
         kv_params p;
         if (kv_params_init(&p, l->params) != KV_OK) continue;
