@@ -186,20 +186,20 @@ out:
 kv_status kv_job_run(kv_job job, const kv_config *config) {
     kv_status st = KV_OK;
     json_t *summary = NULL;
+    const bool quiet = kv_log_get_level() == KV_LOG_ERROR;
     run r = {.job = job, .config = config, .start = kv_now()};
     KV_TRY(prepare(&r));
     bool finished = kv_manifest_matches(r.folder, r.identity, r.info) &&
                     kv_json_read(r.folder, "summary.json", &summary) == KV_OK;
     if (finished && !kv_config_flag(config, "force")) {
-        kv_log(KV_LOG_INFO, job_name[job], "%s holds this run already (--force repeats it)",
-               r.folder);
+        if (!quiet) fprintf(stderr, "these settings were run before; --force runs them again\n");
     } else {
         json_decref(summary);
         summary = NULL;
         KV_TRY(compute(&r, &summary));
     }
     if (!kv_config_text(config, "output")[0]) kv_link(r.folder, "results/latest");
-    kv_table_print(summary, r.folder, true);
+    kv_table_print(summary, r.folder, !quiet);
 out:
     json_decref(summary);
     json_decref(r.identity);
