@@ -48,7 +48,7 @@ void kv_block_begin(kv_block *b, const kv_panel_shape *shape, const kv_span *spa
     for (int32_t g = 0; g < shape->group; g++)
         for (int32_t done = 0; done < b->n_query; done += KV_PANEL_ROWS)
             kv_panel_begin(&b->panel[b->n_panel++], shape, span, kv_head * shape->group + g,
-                           first + done);
+                           first + done, KV_PANEL_ROWS);
 }
 
 void kv_block_end(const kv_block *b, const kv_panel_shape *shape, float *o, float *lse) {

@@ -37,11 +37,11 @@ void kv_softmax_begin(kv_softmax *s) {
 }
 
 void kv_panel_begin(kv_panel *p, const kv_panel_shape *shape, const kv_span *span, int32_t head,
-                    int32_t first) {
+                    int32_t first, int32_t n_row) {
     const int32_t left = span->n_token - first;
     p->first = first;
     p->row = (size_t)head * (size_t)span->stride + (size_t)first;
-    p->n_row = left < KV_PANEL_ROWS ? left : KV_PANEL_ROWS;
+    p->n_row = left < n_row ? left : n_row;
     p->n_tile = (p->n_row + KV_TILE_ROWS - 1) / KV_TILE_ROWS;
     kv_pack_queries(span->q + p->row * (size_t)shape->head_dim, p->n_row, shape->head_dim,
                     shape->query_factor, p->queries);

@@ -62,9 +62,9 @@ void kv_packed_free(kv_packed *packed);
 kv_chunk kv_packed_chunk(const kv_packed *packed, const kv_panel_shape *shape, int32_t kv_head,
                          int32_t c, int32_t last);
 
-/* Packs up to KV_PANEL_ROWS queries of a head from query `first` on and clears the state; the buffers are the caller's. */
+/* Packs up to n_row <= KV_PANEL_ROWS queries of a head from query `first` on and clears the state; the buffers are the caller's. */
 void kv_panel_begin(kv_panel *p, const kv_panel_shape *shape, const kv_span *span, int32_t head,
-                    int32_t first);
+                    int32_t first, int32_t n_row);
 
 /* Logits of the chunk, capped and hidden: l [KV_PANEL_ROWS][KV_CHUNK_KEYS], row_max [KV_PANEL_ROWS]. */
 void kv_panel_logits(const kv_panel *p, const kv_panel_shape *shape, const kv_chunk *chunk,

@@ -225,6 +225,52 @@ Test(attention, generic_matches_definition) { check_all("generic", KV_ISA_GENERI
 Test(attention, avx2_matches_definition) { check_all("avx2", KV_ISA_AVX2); }
 Test(attention, avx512_matches_definition) { check_all("avx512", KV_ISA_AVX512); }
 
+/* A text of many chunks and slabs, long enough for the narrow panels: some queries and some keys by definition. */
+Test(attention, long_text_agrees_at_sampled_queries_and_keys) {
+    enum { S = 8500, D = 8, SINKS = 4, WINDOW = 300 };
+    naive_case c = naive_case_random(4, S, S, 1, 1, D, 1.5);
+    const shape x = {S, 0, 1, 1, D, SINKS, WINDOW, 1.5, 0};
+    const double e = logit_error(&x), scale = (double)c.span.scale;
+    const kv_dense_request r = {.sinks = SINKS,
+                                .window = WINDOW,
+                                .n_power = 3,
+                                .power = {1, 2, INFINITY},
+                                .want_events = true};
+    kv_dense d;
+    double *l = calloc(S, sizeof *l);
+    cr_assert_eq(kv_dense_compute(&c.span, &r, &d), KV_OK);
+    for (int32_t u = S - 1; u > 0; u -= 613) {
+        double max = -INFINITY, sum = 0, far = 0;
+        for (int32_t t = 0; t <= u; t++) {
+            l[t] = 0;
+            for (int32_t j = 0; j < D; j++)
+                l[t] += scale * (double)c.q[u * D + j] * (double)c.k[t * D + j];
+            max = fmax(max, l[t]);
+        }
+        for (int32_t t = 0; t <= u; t++) sum += exp(l[t] - max);
+        for (int32_t t = SINKS; t <= u - WINDOW; t++) far += exp(l[t] - max) / sum;
+        near((double)d.lse[u], max + log(sum), 2e-7, e, "long lse", &x, 0, u);
+        near((double)d.long_mass[u], far, 3 * e, 0, "long mass", &x, 0, u);
+    }
+    for (int32_t t = 0; t < S - WINDOW; t += 389) {
+        double column[3] = {0};
+        for (int32_t u = t + WINDOW; u < S; u++) {
+            double p = 0;
+            for (int32_t j = 0; j < D; j++)
+                p += scale * (double)c.q[u * D + j] * (double)c.k[t * D + j];
+            p = exp(p - (double)d.lse[u]);
+            column[0] += p;
+            column[1] += p * p;
+            column[2] = fmax(column[2], p);
+        }
+        for (int a = 0; a < 3; a++)
+            near(d.column[a][t], column[a], 6 * e, 0, "long column", &x, 0, t);
+    }
+    free(l);
+    kv_dense_free(&d);
+    naive_case_free(&c);
+}
+
 static bool same(const void *a, const void *b, int64_t n, size_t size) {
     return memcmp(a, b, (size_t)n * size) == 0;
 }
