@@ -1,0 +1,161 @@
+/* Dynamic Memory Sparsification: inputs, relaxation, schedule, gate logits from weights (maths.md 7). */
+#include "reference/dms.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "reference/core/mem.h"
+#include "reference/core/rand.h"
+#include "reference/tensors.h"
+
+enum { ROWS = 256 };
+
+int64_t kv_dms_param(const kv_dms_spec *spec) {
+    return (spec->n_mlp ? (int64_t)spec->n_mlp * (spec->n_input + 2) : spec->n_input) + 1;
+}
+
+void kv_dms_input(const kv_dms_spec *spec, int32_t n, int32_t head_dim, const float *k,
+                  const float *v, int64_t stride, const float *hidden, float *x) {
+    for (int32_t t = 0; t < n; t++) {
+        float *row = x + (int64_t)t * spec->n_input;
+        if (spec->source == KV_DMS_CHANNEL) {
+            row[0] = k[t * stride + spec->channel];
+        } else if (spec->source == KV_DMS_KV) {
+            memcpy(row, k + t * stride, (size_t)head_dim * sizeof *row);
+            memcpy(row + head_dim, v + t * stride, (size_t)head_dim * sizeof *row);
+        } else {
+            const float *state = hidden + (int64_t)t * spec->n_input;
+            double size = 0;
+            for (int32_t j = 0; j < spec->n_input; j++) size += (double)state[j] * (double)state[j];
+            double by = 1 / sqrt(size / spec->n_input + 1e-6);
+            for (int32_t j = 0; j < spec->n_input; j++) row[j] = (float)(by * state[j]);
+        }
+    }
+}
+
+double kv_dms_noise(uint64_t seed, uint32_t step, uint32_t lane, uint32_t token) {
+    double u = kv_rand_uniform(seed, step, lane, token, 2);
+    return log(u) - log1p(-u);
+}
+
+double kv_dms_alpha(double logit, double noise, double temp, double *log_keep) {
+    double y = (logit + noise) / temp;
+    *log_keep = -(fmax(y, 0) + log1p(exp(-fabs(y))));
+    return 1 / (1 + exp(-y));
+}
+
+double kv_dms_target(double ratio, int64_t step, int64_t ramp) {
+    double share = ramp > 0 ? fmin(1, (double)step / (double)ramp) : 1;
+    return 1 - 1 / (1 + (ratio - 1) * share);
+}
+
+static const char *meta_or(const kv_tensors *set, const char *key, const char *otherwise) {
+    const char *value = kv_tensors_meta(set, key);
+    return value ? value : otherwise;
+}
+
+static kv_status read_spec(const kv_policy_input *input, kv_dms_spec *spec, int32_t *shift) {
+    static const char *const words[] = {"kv", "hidden", "channel"};
+    const kv_tensors *set = input->weights;
+    const kv_span *span = input->span;
+    char name[64];
+    const char *source = meta_or(set, "source", "kv");
+    long long window = 0, channel = 0, late = 1;
+    memset(spec, 0, sizeof *spec);
+    int found = -1;
+    for (int i = 0; i < 3; i++)
+        if (strcmp(source, words[i]) == 0) found = i;
+    bool good =
+        found >= 0 && strcmp(meta_or(set, "policy", "dms"), "dms") == 0 &&
+        kv_parse_int(meta_or(set, "window", ""), 1, INT32_MAX, &window) == KV_OK &&
+        kv_parse_int(meta_or(set, "channel", "0"), 0, span->head_dim - 1, &channel) == KV_OK &&
+        kv_parse_int(meta_or(set, "shift", "1"), 0, 1, &late) == KV_OK &&
+        kv_parse_real(meta_or(set, "scale", "1"), &spec->scale) == KV_OK;
+    if (!good)
+        return KV_FAIL(KV_E_DATA,
+                       "%s: not weights of dms for heads of %d: metadata policy, window, source "
+                       "(kv, hidden, channel), channel, shift or scale is missing or out of range",
+                       set->path, span->head_dim);
+    if (window != input->run->window)
+        return KV_FAIL(KV_E_DATA,
+                       "%s: trained with window %lld, the run has %d; use --window %lld "
+                       "or train for this window",
+                       set->path, window, input->run->window, window);
+    spec->source = (kv_dms_source)found;
+    spec->channel = (int32_t)channel;
+    *shift = (int32_t)late;
+    const int32_t width[] = {2 * span->head_dim, span->d_model, 1};
+    spec->n_input = width[found];
+    if (spec->source == KV_DMS_HIDDEN && !span->hidden)
+        return KV_FAIL(KV_E_DATA,
+                       "%s: these weights read hidden states, and the trace has none; "
+                       "record it with --hidden",
+                       set->path);
+    snprintf(name, sizeof name, "layers.%d.gate.w1", span->layer_id);
+    const kv_tensor *t = kv_tensors_find(set, name);
+    if (t && t->n_dim == 3 && t->shape[1] <= INT32_MAX) spec->n_mlp = (int32_t)t->shape[1];
+    return KV_OK;
+}
+
+/* Parameters of all heads, head by head: param [n_kv_head][kv_dms_param]. */
+static kv_status read_param(const kv_policy_input *input, const kv_dms_spec *spec, float *param) {
+    kv_status st = KV_OK;
+    int64_t heads = input->span->n_kv_head, n = kv_dms_param(spec), at = 0;
+    int64_t m = spec->n_mlp, ni = spec->n_input;
+    const struct {
+        const char *name;
+        int64_t shape[3];
+        int32_t n_dim;
+        int64_t size;
+    } mlp[] = {{"w1", {heads, m, ni}, 3, m * ni},
+               {"b1", {heads, m}, 2, m},
+               {"w2", {heads, m}, 2, m},
+               {"bias", {heads}, 1, 1}},
+      linear[] = {{"weight", {heads, ni}, 2, ni}, {"bias", {heads}, 1, 1}}, *part;
+    float *all = NULL;
+    KV_NEW(all, heads * n);
+    for (int i = 0; i < (m ? 4 : 2); i++) {
+        char name[64];
+        const kv_tensor *t;
+        part = m ? &mlp[i] : &linear[i];
+        snprintf(name, sizeof name, "layers.%d.gate.%s", input->span->layer_id, part->name);
+        KV_TRY(kv_tensors_get(input->weights, name, part->n_dim, part->shape, &t));
+        KV_TRY(kv_tensor_read(input->weights, t, all));
+        for (int64_t h = 0; h < heads; h++)
+            memcpy(param + h * n + at, all + h * part->size, (size_t)part->size * sizeof *all);
+        at += part->size;
+    }
+out:
+    free(all);
+    return st;
+}
+
+kv_status kv_dms_gate(const kv_policy_input *input, float *logit, int32_t *shift) {
+    kv_status st = KV_OK;
+    const kv_span *span = input->span;
+    kv_dms_spec spec;
+    kv_net_tape_f32 *tape = NULL;
+    float *param = NULL, *x = NULL;
+    KV_TRY(read_spec(input, &spec, shift));
+    int64_t n = kv_dms_param(&spec);
+    KV_NEW(param, span->n_kv_head * n);
+    KV_NEW(x, ROWS * spec.n_input);
+    KV_TRY(read_param(input, &spec, param));
+    for (int32_t h = 0; h < span->n_kv_head; h++)
+        for (int32_t first = 0; first < span->n_token; first += ROWS) {
+            int32_t rows = span->n_token - first < ROWS ? span->n_token - first : ROWS;
+            int64_t at = (h * span->stride + first) * span->head_dim;
+            const float *hidden =
+                span->hidden ? span->hidden + (int64_t)first * span->d_model : NULL;
+            kv_dms_input(&spec, rows, span->head_dim, span->k + at, span->v + at, span->head_dim,
+                         hidden, x);
+            KV_TRY(kv_dms_logits_f32(&spec, param + h * n, rows, x, &tape,
+                                     logit + h * span->stride + first));
+        }
+out:
+    kv_net_tape_free_f32(tape);
+    free(param);
+    free(x);
+    return st;
+}
