@@ -237,7 +237,8 @@ out:
 
 static bool reads_hidden(const kv_experiment *e, const kv_trace_info *trace) {
     bool wanted = false;
-    for (size_t i = 0; i < e->plan->n_row; i++) wanted |= e->plan->row[i].policy->needs_hidden;
+    for (size_t i = 0; i < e->plan->n_row; i++)
+        wanted |= e->plan->row[i].policy->needs_hidden || e->plan->row[i].policy->learned;
     return wanted && trace->has_hidden;
 }
 

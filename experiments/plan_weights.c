@@ -73,6 +73,8 @@ static kv_status check_window(const kv_tensors *t, const kv_row *row) {
 /* Every per-layer tensor has the KV heads as its first axis; those that read [k;v] have 2 d as their last. */
 static kv_status check_layer(const kv_tensors *t, int32_t layer, const kv_trace_info *trace) {
     static const char *const reads_kv[] = {"mlp.w1", "feature.weight"};
+    const char *input = kv_tensors_meta(t, "input");
+    size_t n_kv = input && strcmp(input, "hidden") == 0 ? 0 : sizeof reads_kv / sizeof *reads_kv;
     char prefix[64];
     int n = snprintf(prefix, sizeof prefix, "layers.%d.", layer), found = 0;
     for (int32_t i = 0; i < t->n_tensor; i++) {
@@ -82,7 +84,7 @@ static kv_status check_layer(const kv_tensors *t, int32_t layer, const kv_trace_
         if (x->n_dim > 0 && x->shape[0] != trace->n_kv_head)
             return KV_FAIL(KV_E_DATA, "%s: tensor %s is for %lld KV heads, the trace %s has %d",
                            t->path, x->name, (long long)x->shape[0], trace->path, trace->n_kv_head);
-        for (size_t j = 0; j < sizeof reads_kv / sizeof *reads_kv; j++)
+        for (size_t j = 0; j < n_kv; j++)
             if (strcmp(x->name + n, reads_kv[j]) == 0 && x->n_dim == 3 &&
                 x->shape[2] != 2 * trace->head_dim)
                 return KV_FAIL(KV_E_DATA,
