@@ -1,7 +1,8 @@
-/* kvlab bench: CPU kernels and the model's forward pass. */
+/* kvlab bench: CPU kernels and the model's forward pass, or GPU kernels. */
 #include <stdio.h>
 
 #include "experiments/bench_cpu.h"
+#include "experiments/bench_gpu.h"
 #include "experiments/bench_model.h"
 #include "experiments/bench_replay.h"
 #include "experiments/cli.h"
@@ -58,6 +59,7 @@ kv_status kv_cmd_bench(int argc, char **argv) {
     KV_TRY(read_count(a.length, "length", 4096, &length));
     KV_TRY(read_count(a.repeats, "repeats", 1, &repeats));
     KV_TRY(kv_cli_device(a.device, &ops));
+    if (ops != &kv_ops_cpu) return kv_bench_gpu(stdout, length, repeats);
     KV_TRY(kv_bench_cpu(stdout, length, repeats));
     KV_TRY(kv_bench_replay(stdout, length, repeats));
     KV_TRY(kv_bench_model(stdout, a.model, length, repeats));

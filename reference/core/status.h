@@ -23,6 +23,10 @@ typedef enum kv_status {
     KV_E_INTERRUPTED = -130, /* Ctrl-C: unwound in order */
 } kv_status;
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* Records a failure and returns `code`. The message is one sentence that names file, object, found and expected value. */
 kv_status kv_fail_at(const char *file, int line, kv_status code, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
@@ -35,6 +39,10 @@ kv_status kv_error_context(kv_status code, const char *format, ...)
 const char *kv_error_message(void); /* last recorded message of this thread, "" if none */
 const char *kv_error_where(void);   /* "file:line" of the recording, for -vv */
 void kv_error_clear(void);
+
+#ifdef __cplusplus
+}
+#endif
 
 /* Inside a function with `kv_status st = KV_OK;` and one `out:` label. */
 #define KV_TRY(expression) \
