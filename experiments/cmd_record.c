@@ -81,10 +81,10 @@ kv_status kv_cmd_record(int argc, char **argv) {
             "Example: kvlab record --model traces/model --corpus reasoning --length 4096 --seed 1 "
             "--output t.h5"};
     kv_status st = KV_OK;
-    arguments a = {.length = "0", .seed = "1", .dtype = "auto", .device = "cpu"};
-    long long length, seed;
+    arguments a = {.seed = "1", .dtype = "auto", .device = "cpu"};
+    long long length = 0, seed;
     KV_TRY(kv_cli_parse(&argp, argc, argv, &a));
-    st = kv_parse_int(a.length, 0, INT32_MAX, &length);
+    if (a.length) st = kv_parse_int(a.length, 1, INT32_MAX, &length);
     if (st != KV_OK) return kv_error_context(st, "--length");
     st = kv_parse_int(a.seed, 0, INT64_MAX, &seed);
     if (st != KV_OK) return kv_error_context(st, "--seed");

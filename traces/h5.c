@@ -81,8 +81,11 @@ kv_status kv_h5_create(const char *path, char **temporary, hid_t *file) {
     KV_H5_TRY(access_list, H5Pcreate(H5P_FILE_ACCESS), KV_E_INTERNAL, "%s: no property list", path);
     H5Pset_libver_bounds(access_list, H5F_LIBVER_V18, H5F_LIBVER_V110);
     H5Pset_fclose_degree(access_list, H5F_CLOSE_STRONG);
-    KV_H5_TRY(*file, H5Fcreate(*temporary, H5F_ACC_TRUNC, creation, access_list), KV_E_CANTCREATE,
-              "%s: cannot be created; check the folder and its permissions", path);
+    errno = 0;
+    *file = H5Fcreate(*temporary, H5F_ACC_TRUNC, creation, access_list);
+    if (*file < 0)
+        KV_RAISE(KV_E_CANTCREATE, "%s: cannot be created: %s; check the folder and its permissions",
+                 path, errno ? strerror(errno) : "HDF5 refused");
 out:
     kv_h5_close(creation);
     kv_h5_close(access_list);
