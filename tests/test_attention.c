@@ -29,10 +29,9 @@ static const shape shapes[] = {
 };
 /* Small ones for re-rotation, whose definition turns every pair of vectors. */
 static const shape turned_shapes[] = {
-    {24, 0, 4, 2, 4, 2, 3, 1, 0},
-    {63, 1, 2, 1, 64, 4, 8, 1, 0},
-    {70, 0, 3, 1, 18, 0, 8, 1, 20},
-    {280, 3, 2, 1, 6, 4, 16, 1.5, 0},
+    {24, 0, 4, 2, 4, 2, 3, 1, 0},   {63, 1, 2, 1, 64, 4, 8, 1, 0},
+    {70, 0, 3, 1, 18, 0, 8, 1, 20}, {280, 3, 2, 1, 6, 4, 16, 1.5, 0},
+    {90, 0, 1, 1, 6, 4, 16, 12, 0},
 };
 enum {
     N_SHAPE = sizeof shapes / sizeof *shapes,
