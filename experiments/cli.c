@@ -74,7 +74,7 @@ const char *kv_cli_home(void) {
     for (char *slash; (slash = strrchr(home, '/'));) {
         char probe[PATH_MAX + 32];
         *slash = '\0';
-        snprintf(probe, sizeof probe, "%s/policies/weights", home);
+        snprintf(probe, sizeof probe, "%s/traces/model/config.json", home);
         if (access(probe, F_OK) == 0) return home;
     }
     snprintf(home, sizeof home, ".");
