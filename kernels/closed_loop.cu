@@ -195,6 +195,8 @@ __device__ uint4 pack(const void *x) { return *static_cast<const uint4 *>(x); }
 
 template <class T, int D, int ROWS> struct loop {
     static constexpr int VECTOR = 16 / (int)sizeof(T), LOADS = D / SHARE / VECTOR;
+    static constexpr int AHEAD =
+        sizeof(T) * D * ROWS > 1024 ? 1 : 2; // keys in work; registers bound it
     const loop_args &a;
     char *shared, *slots;
     int block, set, rows;
@@ -231,8 +233,9 @@ template <class T, int D, int ROWS> struct loop {
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
 
-    // Logits of slots [0, n): all rows. Slot `at` holds the newcomer, whose key is still in the stage.
-    __device__ void logits(int u, int n, int at) const {
+    // Logits of slots [0, n): all rows. Slot `at` holds the newcomer, whose key is still in the stage. STREAM: some keys are read from
+    // the document; without it every load is known to be from shared memory.
+    template <bool STREAM> __device__ void logits(int u, int n, int at) const {
         const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, part = lane % SHARE;
         const int per_member = (a.group + ROWS - 1) / ROWS, n_work = a.members * per_member;
         const int team = max(1, WARPS / n_work),
@@ -250,12 +253,13 @@ template <class T, int D, int ROWS> struct loop {
                 }
             // All threads of a warp stay in the loop: the sums are formed across threads.
             const int rounds = (n + step - 1) / step;
-#pragma unroll 2
+#pragma unroll AHEAD
             for (int round = 0; round < rounds; round++) {
                 const int slot = min(start + round * step, n - 1);
-                const T *key = slot == at          ? fresh(u) + member * D
-                               : slot < a.resident ? keys() + (member * a.resident + slot) * D
-                                                   : document_key(member, time()[slot]);
+                const T *key =
+                    slot == at ? fresh(u) + member * D : keys() + (member * a.resident + slot) * D;
+                if (STREAM && slot != at && slot >= a.resident)
+                    key = document_key(member, time()[slot]);
                 float sum[ROWS] = {};
 #pragma unroll
                 for (int c = 0; c < LOADS; c++) {
@@ -403,7 +407,10 @@ template <class T, int D, int ROWS> struct loop {
             if (u + 1 < a.n_token) fetch(u + 1);
             announce(&barrier[0], n_part * 16, a.n_block);
             if (u >= a.budget) announce(&barrier[1], kinds * n_best * 16, a.n_block);
-            logits(u, n, at);
+            if (a.resident < a.n_slot)
+                logits<true>(u, n, at);
+            else
+                logits<false>(u, n, at);
             keep_fresh(u, at);
             __syncthreads();
             row_part *p = parts + (u & 1) * n_part;

@@ -1,5 +1,5 @@
 /* The device table over host arrays: uploads, runs the kernels, downloads. One device, one lock. */
-#include "kernels/kernels.h"
+#include "kernels/gpu_ops.h"
 
 #include <pthread.h>
 #include <string.h>
@@ -8,6 +8,13 @@
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static kv_gpu *device;
+
+kv_gpu *kv_gpu_ops_enter(void) {
+    pthread_mutex_lock(&lock);
+    return device;
+}
+
+void kv_gpu_ops_leave(void) { pthread_mutex_unlock(&lock); }
 
 /* Device [rows][n] elements of `size` bytes -> a new host array [rows][stride]. */
 static kv_status fetch(const kv_gpu_buffer *from, size_t rows, size_t n, size_t stride, size_t size,
@@ -27,7 +34,8 @@ out:
 }
 
 /* Host [rows][stride] words of 4 bytes -> a new device array [rows][n]. */
-static kv_status send(const void *from, size_t rows, size_t n, size_t stride, kv_gpu_buffer **to) {
+kv_status kv_gpu_ops_send(const void *from, size_t rows, size_t n, size_t stride,
+                          kv_gpu_buffer **to) {
     kv_status st = KV_OK;
     char *packed = NULL;
     KV_TRY(kv_gpu_new(device, rows * n * 4, to));
@@ -41,7 +49,7 @@ out:
     return st;
 }
 
-static kv_status free_all(kv_status st, kv_gpu_buffer *const *b, size_t n) {
+kv_status kv_gpu_ops_free(kv_status st, kv_gpu_buffer *const *b, size_t n) {
     for (size_t i = 0; i < n; i++) {
         const kv_status freed = kv_gpu_free(b[i]);
         if (st == KV_OK) st = freed;
@@ -70,7 +78,7 @@ static kv_status dense_locked(const kv_span *span, const kv_dense_request *reque
         KV_TRY(fetch(b[P], rows, n, stride, 4, (void **)&out->top_p));
         KV_TRY(fetch(b[T], rows, n, stride, 4, (void **)&out->top_t));
     }
-    if (request->lse) KV_TRY(send(request->lse, rows, n, stride, &b[NORM]));
+    if (request->lse) KV_TRY(kv_gpu_ops_send(request->lse, rows, n, stride, &b[NORM]));
     if (request->n_power > 0) KV_TRY(kv_gpu_new(device, cells * 8, &b[COLUMN]));
     for (int32_t i = 0; i < request->n_power; i++) {
         KV_TRY(kv_gpu_column(s, request->window, request->power[i], b[request->lse ? NORM : LSE],
@@ -85,7 +93,7 @@ static kv_status dense_locked(const kv_span *span, const kv_dense_request *reque
     }
 out:
     kv_gpu_span_free(s);
-    st = free_all(st, b, BUFFERS);
+    st = kv_gpu_ops_free(st, b, BUFFERS);
     if (st != KV_OK) kv_dense_free(out);
     return st;
 }
@@ -101,7 +109,7 @@ static kv_status masked_locked(const kv_span *span, const kv_masked_request *req
                  stride = (size_t)span->stride, d = (size_t)span->head_dim, cells = rows * n;
     memset(out, 0, sizeof *out);
     KV_TRY(kv_gpu_span_upload(device, span, true, &s));
-    KV_TRY(send(request->evict_at, (size_t)span->n_kv_head, n, stride, &b[EVICT]));
+    KV_TRY(kv_gpu_ops_send(request->evict_at, (size_t)span->n_kv_head, n, stride, &b[EVICT]));
     KV_TRY(kv_gpu_plan_new(device, span->n_kv_head, span->n_token, request->sinks, request->window,
                            b[EVICT], &plan));
     KV_TRY(kv_gpu_new(device, cells * 4, &b[LSE]));
@@ -114,7 +122,7 @@ static kv_status masked_locked(const kv_span *span, const kv_masked_request *req
 out:
     kv_gpu_plan_free(plan);
     kv_gpu_span_free(s);
-    st = free_all(st, b, BUFFERS);
+    st = kv_gpu_ops_free(st, b, BUFFERS);
     if (st != KV_OK) kv_masked_free(out);
     return st;
 }
@@ -140,7 +148,7 @@ out:
     free(host[0]);
     free(host[1]);
     kv_gpu_span_free(s);
-    return free_all(st, b, 2);
+    return kv_gpu_ops_free(st, b, 2);
 }
 
 static kv_status dense(const kv_span *span, const kv_dense_request *request, kv_dense *out) {
@@ -178,6 +186,10 @@ kv_status kv_gpu_ops(const kv_ops **out) {
         table.dense = dense;
         table.masked = masked;
         table.attend = attend;
+        table.select = kv_gpu_ops_select;
+        table.replay_attention = kv_gpu_ops_replay_attention;
+        table.linear = kv_gpu_ops_linear;
+        table.forward = kv_gpu_ops_forward;
         *out = &table;
     } else {
         kv_gpu_close(device);
@@ -185,4 +197,11 @@ kv_status kv_gpu_ops(const kv_ops **out) {
     }
     pthread_mutex_unlock(&lock);
     return st == KV_OK ? st : kv_error_context(st, "--device gpu");
+}
+
+kv_status kv_gpu_shared(kv_gpu **out) {
+    const kv_ops *table;
+    const kv_status st = kv_gpu_ops(&table);
+    *out = device;
+    return st;
 }

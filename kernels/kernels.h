@@ -5,8 +5,7 @@
  * One thread at a time per kv_gpu. Results are the same bytes on every run of one device: no floating-point atomics.
  *
  * Errors, besides those named: KV_E_UNAVAILABLE (no device, no driver, shape outside what the kernels take), KV_E_USAGE (a buffer
- * too small), KV_E_INTERNAL (out of device memory, a kernel failed). On a build without nvcc kv_gpu_open and kv_gpu_ops return
- * KV_E_UNAVAILABLE; the other functions are then not linked. */
+ * too small), KV_E_INTERNAL (out of device memory, a kernel failed). On a build without nvcc every function returns KV_E_UNAVAILABLE. */
 #ifndef KV_KERNELS_H
 #define KV_KERNELS_H
 
@@ -19,6 +18,10 @@ extern "C" {
 /* The device table: kv_ops_cpu with the operations below in place of the CPU's. One process-wide device, opened on first use,
  * serialised by a lock. KV_E_UNAVAILABLE says what is missing. */
 kv_status kv_gpu_ops(const kv_ops **out);
+
+/* The device behind kv_gpu_ops, for callers that keep data on it; not to be closed. */
+struct kv_gpu;
+kv_status kv_gpu_shared(struct kv_gpu **out);
 
 typedef struct kv_gpu kv_gpu;               /* device, stream, memory pool */
 typedef struct kv_gpu_buffer kv_gpu_buffer; /* device memory */
@@ -97,6 +100,25 @@ kv_status kv_gpu_plan_pairs(kv_gpu_plan *p, int32_t n_q_head, double *pairs);
  * and lse -inf. exact: probabilities enter the second product as high and low halves (error 2^-21 instead of 2^-11 or 2^-8). */
 kv_status kv_gpu_attend(const kv_gpu_span *s, const kv_gpu_plan *plan, bool exact, kv_gpu_buffer *o,
                         kv_gpu_buffer *lse, kv_gpu_buffer *lse_long);
+
+/* Ranks and running cutoffs of n_head heads (kv_select): priority [n_head][n_token] fp32 without NaN -> evict_at [n_head][n_token]
+ * int32. Heads of several layers may lie one after another. */
+kv_status kv_gpu_select(kv_gpu *g, int32_t n_head, int32_t n_token, const kv_run *run,
+                        const kv_gpu_buffer *priority, kv_gpu_buffer *evict_at);
+
+/* C[m][n] = A[m][k] W[n][k]^T in fp32 (kv_linear). W is a host array in its stored format; its fp32 copy stays on the device and is
+ * known again by address, size and content. KV_E_UNAVAILABLE without libcublas. */
+kv_status kv_gpu_linear(kv_gpu *g, int32_t m, int32_t n, int32_t k, const kv_gpu_buffer *a,
+                        kv_dtype w_type, const void *w, kv_gpu_buffer *c);
+
+/* Closed loop over slots (kv_replay_attention): evict_at [n_kv_head][n_token] int32. The span may hold the heads of several layers,
+ * `layer_heads` KV heads each; a per-layer rule decides for each of them. Lockstep: the victims come from forced [set][n_token]
+ * int32 (position that leaves after query u, read for budget <= u < n_token - 1; a set is a KV head or a layer), and
+ * gap [set][n_token] fp32 tells by which share the victim's statistic lay above the least one. Both NULL: decides itself. Waits for
+ * the result; KV_E_DATA when attention is not a number. */
+kv_status kv_gpu_replay_attention(const kv_gpu_span *s, const kv_attention_rule *rule,
+                                  int32_t layer_heads, int32_t budget, const kv_gpu_buffer *forced,
+                                  kv_gpu_buffer *gap, kv_gpu_buffer *evict_at);
 
 #ifdef __cplusplus
 }

@@ -1,10 +1,86 @@
-/* Stands in for the CUDA kernels in a build without them. */
+/* Stands in for the CUDA kernels in a build without them: every function says what is missing. */
 #include "kernels/kernels.h"
 
-kv_status kv_gpu_ops(const kv_ops **out) {
-    *out = &kv_ops_cpu;
+#include <string.h>
+
+static kv_status unavailable(void) {
     return KV_FAIL(KV_E_UNAVAILABLE,
                    "--device gpu: this kvlab was built without CUDA (no nvcc in PATH or "
                    "/usr/local/cuda when `make` ran, or CUDA=0); install the CUDA toolkit, run "
                    "`make clean` and `make`, or leave out --device");
+}
+
+kv_status kv_gpu_ops(const kv_ops **out) {
+    *out = &kv_ops_cpu;
+    return unavailable();
+}
+
+kv_status kv_gpu_shared(kv_gpu **out) {
+    *out = NULL;
+    return unavailable();
+}
+kv_status kv_gpu_open(kv_gpu **out) { return kv_gpu_shared(out); }
+
+/* Without a handle nothing below can be called; it lets the callers link. */
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
+void kv_gpu_close(kv_gpu *g) {}
+void kv_gpu_describe(kv_gpu *g, kv_gpu_info *out) { memset(out, 0, sizeof *out); }
+size_t kv_gpu_bytes(const kv_gpu_buffer *b) { return 0; }
+void kv_gpu_span_free(kv_gpu_span *s) {}
+kv_dtype kv_gpu_span_type(const kv_gpu_span *s) { return KV_F32; }
+void kv_gpu_plan_free(kv_gpu_plan *p) {}
+kv_status kv_gpu_use_hopper(kv_gpu *g, bool hopper) { return unavailable(); }
+kv_status kv_gpu_sync(kv_gpu *g) { return unavailable(); }
+kv_status kv_gpu_new(kv_gpu *g, size_t bytes, kv_gpu_buffer **out) { return unavailable(); }
+kv_status kv_gpu_free(kv_gpu_buffer *b) { return unavailable(); }
+kv_status kv_gpu_put(kv_gpu_buffer *b, const void *host, size_t bytes) { return unavailable(); }
+kv_status kv_gpu_get(const kv_gpu_buffer *b, void *host, size_t bytes) { return unavailable(); }
+kv_status kv_gpu_tick(kv_gpu *g, int i) { return unavailable(); }
+kv_status kv_gpu_ms(kv_gpu *g, int from, int to, float *ms) { return unavailable(); }
+kv_status kv_gpu_copy_ceiling(kv_gpu *g, size_t bytes, double *tb_per_s) { return unavailable(); }
+kv_status kv_gpu_matmul_ceiling(kv_gpu *g, int32_t n, double *tflop_per_s) { return unavailable(); }
+kv_status kv_gpu_span_upload(kv_gpu *g, const kv_span *span, bool want_v, kv_gpu_span **out) {
+    return unavailable();
+}
+kv_status kv_gpu_span_random(kv_gpu *g, int32_t n_q_head, int32_t n_kv_head, int32_t n_token,
+                             int32_t head_dim, kv_dtype type, uint64_t seed, kv_gpu_span **out) {
+    return unavailable();
+}
+kv_status kv_gpu_lse(const kv_gpu_span *s, int32_t sinks, int32_t window, kv_gpu_buffer *lse,
+                     kv_gpu_buffer *long_mass, kv_gpu_buffer *top_p, kv_gpu_buffer *top_t) {
+    return unavailable();
+}
+kv_status kv_gpu_column(const kv_gpu_span *s, int32_t window, double power,
+                        const kv_gpu_buffer *lse, bool sparse, kv_gpu_buffer *column) {
+    return unavailable();
+}
+kv_status kv_gpu_target(const kv_gpu_span *s, int32_t window, bool maximum, bool mean, double eps,
+                        const kv_gpu_buffer *column, kv_gpu_buffer *r) {
+    return unavailable();
+}
+kv_status kv_gpu_plan_new(kv_gpu *g, int32_t n_kv_head, int32_t n_token, int32_t sinks,
+                          int32_t window, const kv_gpu_buffer *evict_at, kv_gpu_plan **out) {
+    return unavailable();
+}
+kv_status kv_gpu_plan_fill(kv_gpu_plan *p, const kv_gpu_buffer *evict_at) { return unavailable(); }
+kv_status kv_gpu_plan_pairs(kv_gpu_plan *p, int32_t n_q_head, double *pairs) {
+    return unavailable();
+}
+kv_status kv_gpu_attend(const kv_gpu_span *s, const kv_gpu_plan *plan, bool exact, kv_gpu_buffer *o,
+                        kv_gpu_buffer *lse, kv_gpu_buffer *lse_long) {
+    return unavailable();
+}
+kv_status kv_gpu_select(kv_gpu *g, int32_t n_head, int32_t n_token, const kv_run *run,
+                        const kv_gpu_buffer *priority, kv_gpu_buffer *evict_at) {
+    return unavailable();
+}
+kv_status kv_gpu_linear(kv_gpu *g, int32_t m, int32_t n, int32_t k, const kv_gpu_buffer *a,
+                        kv_dtype w_type, const void *w, kv_gpu_buffer *c) {
+    return unavailable();
+}
+kv_status kv_gpu_replay_attention(const kv_gpu_span *s, const kv_attention_rule *rule,
+                                  int32_t layer_heads, int32_t budget, const kv_gpu_buffer *forced,
+                                  kv_gpu_buffer *gap, kv_gpu_buffer *evict_at) {
+    return unavailable();
 }

@@ -284,6 +284,10 @@ kv_status kv_model_forward(const kv_model *model, const int32_t *token, const in
     if (n_token > model->config.max_position)
         kv_log(KV_LOG_WARN, "model", "%d tokens, but %s was made for %d positions", n_token,
                model->path, model->config.max_position);
+    if (w.ops->forward) {
+        st = w.ops->forward(model, token, position, n_token, hooks);
+        goto out;
+    }
     KV_TRY(allocate(&w));
     KV_TRY(embed(&w, token));
     kv_rope_table(n_token, model->config.head_dim, position, model->inv_freq, w.rope);

@@ -23,6 +23,9 @@ typedef struct kv_ops {
     /* C[m][n] = A[m][k] * W[n][k]^T, row-major, W in its stored format (the model's weight products). */
     kv_status (*linear)(int32_t m, int32_t n, int32_t k, const float *a, kv_dtype w_type,
                         const void *w, float *c);
+    /* The whole forward pass of a model (hooks->ops is this table); NULL: kv_model_forward goes through linear and attend. */
+    kv_status (*forward)(const kv_model *model, const int32_t *token, const int32_t *position,
+                         int32_t n_token, const kv_model_hooks *hooks);
 } kv_ops;
 
 extern const kv_ops kv_ops_cpu;
