@@ -22,30 +22,33 @@ static bool in_all(const kv_trace *t, kv_request_item item) {
     return n == t->desc.n_request;
 }
 
-/* All requests' integers of one item, which all requests have: *out [n_token], each within [min, max]. */
-static kv_status load_ints(const kv_trace *t, kv_request_item item, int64_t min, int64_t max,
-                           int64_t **out) {
+/* The integers of one item of request r, each within [min, max]: x [its tokens]. */
+static kv_status read_ints(const kv_trace *t, int32_t r, kv_request_item item, int64_t min,
+                           int64_t max, int64_t *x) {
     kv_status st = KV_OK;
-    KV_NEW(*out, t->info.n_token);
-    for (int32_t r = 0; r < t->desc.n_request; r++) {
-        const kv_found *f = &t->desc.request[r].item[item];
-        int64_t *x = *out + t->request_first[r];
-        KV_TRY(kv_found_read_ints(t, f, x));
-        for (int64_t i = 0; i < f->dim[0]; i++)
-            if (x[i] < min || x[i] > max)
-                KV_RAISE(KV_E_DATA, "%s: %s is %lld at token %lld, expected %lld..%lld", t->path,
-                         f->path, (long long)x[i], (long long)i, (long long)min, (long long)max);
-    }
+    const kv_found *f = &t->desc.request[r].item[item];
+    KV_TRY(kv_found_read_ints(t, f, x));
+    for (int64_t i = 0; i < f->dim[0]; i++)
+        if (x[i] < min || x[i] > max)
+            KV_RAISE(KV_E_DATA, "%s: %s is %lld at token %lld, expected %lld..%lld", t->path,
+                     f->path, (long long)x[i], (long long)i, (long long)min, (long long)max);
 out:
     return st;
 }
 
-static kv_status load_i32(kv_trace *t, kv_request_item item, int64_t min, int32_t **out) {
+/* Tokens or positions of all requests; a request without the item gets 0, 1, … */
+static kv_status load_i32(kv_trace *t, kv_request_item item, int32_t **out) {
     kv_status st = KV_OK;
     int64_t *x = NULL;
-    KV_TRY(load_ints(t, item, min, INT32_MAX, &x));
     KV_NEW(*out, t->info.n_token);
-    for (int64_t i = 0; i < t->info.n_token; i++) (*out)[i] = (int32_t)x[i];
+    KV_NEW(x, t->info.n_token);
+    for (int32_t r = 0; r < t->desc.n_request; r++) {
+        int64_t first = t->request_first[r], n = t->request_first[r + 1] - first;
+        for (int64_t i = 0; i < n; i++) x[i] = i;
+        if (t->desc.request[r].item[item].presence == KV_DATASET)
+            KV_TRY(read_ints(t, r, item, 0, INT32_MAX, x));
+        for (int64_t i = 0; i < n; i++) (*out)[first + i] = (int32_t)x[i];
+    }
 out:
     free(x);
     return st;
@@ -55,8 +58,10 @@ static kv_status load_u8(kv_trace *t, kv_request_item item, int64_t max, uint8_t
     kv_status st = KV_OK;
     int64_t *x = NULL;
     if (!in_all(t, item)) goto out;
-    KV_TRY(load_ints(t, item, 0, max, &x));
     KV_NEW(*out, t->info.n_token);
+    KV_NEW(x, t->info.n_token);
+    for (int32_t r = 0; r < t->desc.n_request; r++)
+        KV_TRY(read_ints(t, r, item, 0, max, x + t->request_first[r]));
     for (int64_t i = 0; i < t->info.n_token; i++) (*out)[i] = (uint8_t)x[i];
 out:
     free(x);
@@ -75,16 +80,9 @@ static kv_status load_tokens(kv_trace *t) {
     if (t->info.n_token > INT32_MAX)
         KV_RAISE(KV_E_DATA, "%s: holds %lld tokens, at most %d are handled; split the trace",
                  t->path, (long long)t->info.n_token, INT32_MAX);
-    KV_TRY(load_i32(t, KV_ITEM_TOKEN, 0, &t->token));
+    KV_TRY(load_i32(t, KV_ITEM_TOKEN, &t->token));
+    KV_TRY(load_i32(t, KV_ITEM_POSITION, &t->position));
     t->info.token = t->token;
-    if (in_all(t, KV_ITEM_POSITION)) {
-        KV_TRY(load_i32(t, KV_ITEM_POSITION, 0, &t->position));
-    } else {
-        KV_NEW(t->position, t->info.n_token);
-        for (int32_t r = 0; r < n_request; r++)
-            for (int64_t i = t->request_first[r]; i < t->request_first[r + 1]; i++)
-                t->position[i] = (int32_t)(i - t->request_first[r]);
-    }
     t->info.position = t->position;
     KV_TRY(load_u8(t, KV_ITEM_KIND, MAX_KIND - 1, &t->kind));
     KV_TRY(load_u8(t, KV_ITEM_SCORED, 3, &t->scored));
