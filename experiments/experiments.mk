@@ -10,7 +10,7 @@ SET    ?=
 TRACE  ?= traces/data/reasoning-$(LENGTH)-s$(SEED).h5
 JOBS   ?= $(shell nproc)
 SETS    = $(foreach s,$(SET),--set '$(s)')
-AGAIN   = +$(MAKE) -s --no-print-directory -j$(JOBS)
+AGAIN   = @+$(MAKE) -s --no-print-directory -j$(JOBS)
 
 # Identity of the build: rewritten only when it changes, so that nothing else is built again.
 $(BUILD)/kv_build.h: FORCE | $(BUILD)/.setup
@@ -42,15 +42,16 @@ experiment: build
 	@./kvlab policies '$(POLICY)'
 	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
 	@./kvlab experiment --trace '$(TRACE)' --policy '$(POLICY)' --budget '$(BUDGET)' --seed '$(SEED)' --device $(DEVICE) $(SETS)
-	@plots/draw.sh results/latest
+	@BUDGET= plots/draw.sh results/latest
 
 #: make sweep [TRACE= SET=]                18 points: the policies and budgets of experiments/sweep.ini, with pictures
 sweep: build
 	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
 	@./kvlab experiment --config experiments/sweep.ini --trace '$(TRACE)' --device $(DEVICE) $(SETS)
-	@plots/draw.sh results/latest
+	@BUDGET= plots/draw.sh results/latest
 
-#: make plots [RESULTS=DIR]                draw the pictures of a results folder again (default: the latest)
+#: make plots [RESULTS=DIR BUDGET= LAYER= KV_HEAD=]
+#:                                         draw the pictures of a results folder again (default: the latest)
 RESULTS ?= results/latest
 plots: build
 	@plots/draw.sh '$(RESULTS)'
@@ -68,7 +69,7 @@ TRAIN_FILES   = $(patsubst %,traces/data/reasoning-$(LENGTH)-s%.h5,$(shell seq 2
 #: make train POLICY= BUDGET= [TRAIN_TRACES= SET=]
 #:                                         train the weights of a learned policy, recording the traces it needs
 train: build
-	+$(MAKE) -s --no-print-directory -j1 $(TRAIN_FILES)
+	@+$(MAKE) -s --no-print-directory -j1 $(TRAIN_FILES)
 	@./kvlab train --policy '$(TRAIN_POLICY)' --budget '$(BUDGET)' --device $(DEVICE) $(SETS) --trace $(TRAIN_FILES)
 
 #: make bench                              time of the kernels against this machine's ceiling
