@@ -47,8 +47,8 @@ static const int32_t *evict_row(const masked *m, int32_t kv_head) {
 /* Live keys of the block that starts at `first`: survivors of the last block's list, then the block's own keys. */
 static void update_live(const masked *m, gather *g, int32_t kv_head, int32_t from, int32_t first) {
     const int32_t *evict_at = evict_row(m, kv_head), n = g->n_live;
-    const int32_t end =
-        first + KV_BLOCK_QUERIES < m->span->n_token ? first + KV_BLOCK_QUERIES : m->span->n_token;
+    const int32_t next = first + kv_block_queries(&m->shape);
+    const int32_t end = next < m->span->n_token ? next : m->span->n_token;
     g->n_live = 0;
     for (int32_t j = 0; j < n; j++)
         if (evict_at[g->live[j]] > first) g->live[g->n_live++] = g->live[j];
