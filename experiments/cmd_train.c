@@ -22,7 +22,7 @@ enum {
 };
 
 static const struct argp_option options[] = {
-    {"policy", KEY_POLICY, "NAME", 0, "What to train: kvpop_mlp, kvpop", 1},
+    {"policy", KEY_POLICY, "NAME", 0, "What to train: kvpop_mlp, kvpop, dms", 1},
     {"budget", KEY_BUDGET, "N", 0,
      "Cache entries per KV head, or with a point a fraction of the longest document", 1},
     {"trace", KEY_TRACE, "FILE...", 0,

@@ -3,6 +3,7 @@
 
 #include <inttypes.h>
 #include <limits.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +21,8 @@
 #include "traces/model_load.h"
 #include "traces/safetensors.h"
 
-static const kv_learner *const learners[] = {&kv_learner_kvpop_mlp, &kv_learner_kvpop};
+static const kv_learner *const learners[] = {&kv_learner_kvpop_mlp, &kv_learner_kvpop,
+                                             &kv_learner_dms};
 
 const kv_learner *kv_learner_at(int i) {
     return i < (int)(sizeof learners / sizeof *learners) ? learners[i] : NULL;
@@ -170,17 +172,33 @@ out:
     return st;
 }
 
+void kv_train_job_plan(kv_train_job *job) {
+    const kv_params *p = &job->params;
+    job->plan.scorer = (kv_adamw){.rate = kv_params_real(p, "rate"),
+                                  .beta1 = 0.9,
+                                  .beta2 = 0.95,
+                                  .eps = 1e-8,
+                                  .weight_decay = kv_params_real(p, "weight_decay")};
+    job->plan.steps = kv_params_int(p, "steps");
+    job->plan.warmup = kv_params_int(p, "warmup");
+    job->plan.clip = kv_params_real(p, "clip");
+    job->plan.check = kv_params_int(p, "check");
+    job->plan.patience = kv_params_int(p, "patience");
+}
+
 kv_status kv_train_job_run(kv_train_job *job, const kv_train_objective *objective,
                            kv_train_state *state) {
     kv_train_figures last;
     double start = kv_now();
     kv_status st = kv_train_run(&job->plan, objective, state, &last);
     if (st != KV_OK) return st;
+    char right[64] = "";
+    if (!isnan(last.right))
+        snprintf(right, sizeof right, ", decisions like the target's %.3f", last.right);
     snprintf(job->report->text, sizeof job->report->text,
-             "%d traces, %" PRId64 " steps in %.0f s (targets %.0f s): loss %.4f, decisions like "
-             "the target's %.3f, keep %.3f\n",
+             "%d traces, %" PRId64 " steps in %.0f s (targets %.0f s): loss %.4f%s, keep %.3f\n",
              job->plan.n_trace, state->step, kv_now() - start, job->set.dense_seconds, last.loss,
-             last.right, last.keep);
+             right, last.keep);
     return KV_OK;
 }
 

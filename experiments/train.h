@@ -50,10 +50,12 @@ typedef struct kv_learner {
                        kv_train_job *job); /* loads, trains, writes job->report->output */
 } kv_learner;
 
-extern const kv_learner kv_learner_kvpop, kv_learner_kvpop_mlp;
+extern const kv_learner kv_learner_kvpop, kv_learner_kvpop_mlp, kv_learner_dms;
 
 const kv_learner *kv_learner_at(int i); /* NULL past the end */
 
+/* The optimiser's part of job->plan from the settings that all learners have. */
+void kv_train_job_plan(kv_train_job *job);
 /* Runs job->plan on an objective and describes the result in the report. */
 kv_status kv_train_job_run(kv_train_job *job, const kv_train_objective *objective,
                            kv_train_state *state);

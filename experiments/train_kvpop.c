@@ -6,30 +6,18 @@
 #include <string.h>
 
 #include "experiments/train.h"
+#include "experiments/train_params.h"
 #include "experiments/train_scorer.h"
 #include "reference/core/mem.h"
 #include "traces/scorer_file.h"
 
-#define NUMBER(NAME, DEFAULT, MIN, MAX, HELP) \
-    { \
-        .name = NAME, .help = HELP, .type = KV_PARAM_REAL, .default_value = DEFAULT, .min = MIN, \
-        .max = MAX \
-    }
-#define COUNT(NAME, DEFAULT, MIN, MAX, HELP) \
-    { \
-        .name = NAME, .help = HELP, .type = KV_PARAM_INT, .default_value = DEFAULT, .min = MIN, \
-        .max = MAX \
-    }
-#define CHOICE(NAME, WORDS, HELP) \
-    { .name = NAME, .help = HELP, .type = KV_PARAM_CHOICE, .choices = WORDS }
-
 #define COMMON \
-    COUNT("steps", 400, 1, 1000000, "minibatches; one is a whole trace, all layers and heads"), \
-        NUMBER("rate", 3e-3, 0, 1, "learning rate of the scorer"), \
-        NUMBER("rate_theta", 3e-2, 0, 10, "learning rate of the decay"), \
-        COUNT("warmup", 20, 0, 1000000, "steps of linear warm-up; then a cosine down to 2 %"), \
-        NUMBER("clip", 1, 0, 1e9, "largest gradient norm of each group; 0: none"), \
-        NUMBER("weight_decay", 0, 0, 1, "AdamW's, scorer only"), \
+    KV_COUNT("steps", 400, 1, 1000000, "minibatches; one is a whole trace, all layers and heads"), \
+        KV_NUMBER("rate", 3e-3, 0, 1, "learning rate of the scorer"), \
+        KV_NUMBER("rate_theta", 3e-2, 0, 10, "learning rate of the decay"), \
+        KV_COUNT("warmup", 20, 0, 1000000, "steps of linear warm-up; then a cosine down to 2 %"), \
+        KV_NUMBER("clip", 1, 0, 1e9, "largest gradient norm of each group; 0: none"), \
+        KV_NUMBER("weight_decay", 0, 0, 1, "AdamW's, scorer only"), \
         {.name = "power", \
          .help = "power of the attention probability in the target (maths 2.6)", \
          .type = KV_PARAM_REAL, \
@@ -37,39 +25,40 @@
          .max = 16, \
          .min_open = 1, \
          .choices = "max"}, \
-        CHOICE("reduce", "max|mean", "target over the query heads of a group"), \
-        CHOICE("lse", "dense|sparse", \
-               "target's normaliser: all keys, or those the target itself keeps at this budget"), \
-        COUNT("sample", 0, 0, 1000000, "queries per document that give pairs; 0: every one"), \
-        NUMBER("margin", 0.5, 0, 100, \
-               "target margin below which a pair weighs less; 0: all the same"), \
-        CHOICE("balance", "on|off", "keep and drop pairs weigh the same in sum"), \
-        NUMBER("temp", 1, 1e-3, 1e3, "temperature of the loss"), \
-        NUMBER("theta", 4, -20, 20, \
-               "start of the learned decay: delta = 1e-3 - 999e-6 sigmoid(theta)"), \
-        NUMBER("delta", 0, 0, 1e-3, \
-               "decay 1 - gamma held at this value (at least 1e-6); 0: learned"), \
-        COUNT("mlp", 256, 1, 65536, "hidden width of the token's own network"), \
-        CHOICE("input", "kv|hidden", \
-               "what the scorer reads: the cached key and value, or the hidden state"), \
+        KV_CHOICE("reduce", "max|mean", "target over the query heads of a group"), \
+        KV_CHOICE( \
+            "lse", "dense|sparse", \
+            "target's normaliser: all keys, or those the target itself keeps at this budget"), \
+        KV_COUNT("sample", 0, 0, 1000000, "queries per document that give pairs; 0: every one"), \
+        KV_NUMBER("margin", 0.5, 0, 100, \
+                  "target margin below which a pair weighs less; 0: all the same"), \
+        KV_CHOICE("balance", "on|off", "keep and drop pairs weigh the same in sum"), \
+        KV_NUMBER("temp", 1, 1e-3, 1e3, "temperature of the loss"), \
+        KV_NUMBER("theta", 4, -20, 20, \
+                  "start of the learned decay: delta = 1e-3 - 999e-6 sigmoid(theta)"), \
+        KV_NUMBER("delta", 0, 0, 1e-3, \
+                  "decay 1 - gamma held at this value (at least 1e-6); 0: learned"), \
+        KV_COUNT("mlp", 256, 1, 65536, "hidden width of the token's own network"), \
+        KV_CHOICE("input", "kv|hidden", \
+                  "what the scorer reads: the cached key and value, or the hidden state"), \
         {.name = "held_out", \
          .help = "trace to check on: the best parameters there are kept", \
          .type = KV_PARAM_TEXT}, \
-        COUNT("check", 20, 1, 1000000, "steps between checks on the held-out trace"), \
-        COUNT("patience", 0, 0, 1000000, \
-              "stop after this many checks without a better one; 0: never"), \
-        CHOICE("paper", "0|1", "1: the paper's own reading; settings given after it win")
+        KV_COUNT("check", 20, 1, 1000000, "steps between checks on the held-out trace"), \
+        KV_COUNT("patience", 0, 0, 1000000, \
+                 "stop after this many checks without a better one; 0: never"), \
+        KV_CHOICE("paper", "0|1", "1: the paper's own reading; settings given after it win")
 
 static const kv_param mlp_params[] = {COMMON, {0}};
 static const kv_param kvpop_params[] = {
     COMMON,
-    CHOICE("delay", "on|off", "read the memory when the token leaves the window, or at once"),
-    CHOICE("norm", "rms|none", "norm of the readout, or division by the mLSTM's normaliser"),
-    CHOICE("feature", "silu|linear", "feature layer before the projections, or none"),
-    CHOICE("skip", "mlp|none", "add the token's own network to the readout"),
-    CHOICE("gate", "exp|sigmoid", "input gate"),
-    CHOICE("gate_input", "feature|hidden|auto",
-           "what the gates read; auto: the hidden state when every trace has it"),
+    KV_CHOICE("delay", "on|off", "read the memory when the token leaves the window, or at once"),
+    KV_CHOICE("norm", "rms|none", "norm of the readout, or division by the mLSTM's normaliser"),
+    KV_CHOICE("feature", "silu|linear", "feature layer before the projections, or none"),
+    KV_CHOICE("skip", "mlp|none", "add the token's own network to the readout"),
+    KV_CHOICE("gate", "exp|sigmoid", "input gate"),
+    KV_CHOICE("gate_input", "feature|hidden|auto",
+              "what the gates read; auto: the hidden state when every trace has it"),
     {0}};
 
 static kv_status set_all(kv_params *p, const char *const (*pairs)[2]) {
@@ -114,20 +103,6 @@ static kv_net_spec make_spec(const kv_train_job *job, bool recurrent) {
     s.n_hidden = s.hidden_input || s.hidden_gate ? set->d_model : 0;
     s.n_input = s.hidden_input ? set->d_model : 2 * set->head_dim;
     return s;
-}
-
-static void make_plan(kv_train_job *job) {
-    const kv_params *p = &job->params;
-    kv_adamw group = {.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8};
-    job->plan.scorer = job->plan.theta = group;
-    job->plan.scorer.rate = kv_params_real(p, "rate");
-    job->plan.scorer.weight_decay = kv_params_real(p, "weight_decay");
-    job->plan.theta.rate = kv_params_real(p, "delta") > 0 ? 0 : kv_params_real(p, "rate_theta");
-    job->plan.steps = kv_params_int(p, "steps");
-    job->plan.warmup = kv_params_int(p, "warmup");
-    job->plan.clip = kv_params_real(p, "clip");
-    job->plan.check = kv_params_int(p, "check");
-    job->plan.patience = kv_params_int(p, "patience");
 }
 
 /* theta whose decay is delta, kept off the ends where it would be infinite. */
@@ -185,7 +160,10 @@ static kv_status train(const kv_learner *learner, kv_train_job *job) {
                           .cache_folder = job->options->cache_folder,
                           .ops = job->options->ops};
     kv_net_describe(&spec, &layout);
-    make_plan(job);
+    kv_train_job_plan(job);
+    job->plan.theta = job->plan.scorer;
+    job->plan.theta.weight_decay = 0;
+    job->plan.theta.rate = kv_params_real(p, "delta") > 0 ? 0 : kv_params_real(p, "rate_theta");
     KV_TRY(kv_train_scorer_open(&job->set, &job->run, &spec, &loss, &scorer));
     KV_TRY(kv_train_set_load(&job->set, &need));
     int32_t n_lane = job->set.n_layer * job->set.n_kv_head;

@@ -148,8 +148,9 @@ kv_status kv_train_run(const kv_train_plan *plan, const kv_train_objective *o, k
         }
         if (st != KV_OK) goto out;
         blend(last, &now, s->step - 1 - resumed);
-        snprintf(progress.note, sizeof progress.note, "loss %.4f decisions %.3f", last->loss,
-                 last->right);
+        snprintf(progress.note, sizeof progress.note, "loss %.4f %s %.3f", last->loss,
+                 isnan(last->right) ? "keep" : "decisions",
+                 isnan(last->right) ? last->keep : last->right);
         if (plan->held_out >= 0 && (s->step % plan->check == 0 || s->step == plan->steps))
             KV_TRY(check(plan, o, s, &stop));
         if (kv_now() - saved > save_seconds && s->step < plan->steps) {
