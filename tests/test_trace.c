@@ -373,27 +373,7 @@ Test(trace, the_writer_refuses_what_it_cannot_store) {
     cr_expect_neq(system("ls -A | grep -v '^a.h5$' | grep -q ."), 0, "nothing is left behind");
 }
 
-/* A file-size limit stands for a full disk: at every size the writer may meet it, in another of its calls. */
-Test(trace, a_full_disk_is_an_error_and_leaves_nothing) {
-    struct stat found;
-    signal(SIGXFSZ, SIG_IGN);
-    write_small("a.h5");
-    cr_assert_eq(stat("a.h5", &found), 0);
-    for (off_t size = 0; size < found.st_size; size += found.st_size / 40) {
-        const struct rlimit limit = {(rlim_t)size, RLIM_INFINITY};
-        setrlimit(RLIMIT_FSIZE, &limit);
-        kv_status st = small_trace_write(small, "b.h5");
-        cr_expect(st == KV_E_IO || (st == KV_E_CANTCREATE && size < 100), "%lld bytes: %d %s",
-                  (long long)size, st, kv_error_message());
-        cr_expect(strstr(kv_error_message(), "b.h5"), "%s", kv_error_message());
-        cr_expect_neq(system("ls -A | grep -v '^a.h5$' | grep -q ."), 0,
-                      "%lld bytes: a file is left", (long long)size);
-    }
-    setrlimit(RLIMIT_FSIZE, &(struct rlimit){RLIM_INFINITY, RLIM_INFINITY});
-    write_small("b.h5");
-}
-
-/* libhdf5 1.10 itself loses memory when the checksum of an object header is wrong; under the sanitizers that is not ours to report. */
+/* libhdf5 1.10 itself loses memory when a checksum is wrong or a file cannot be closed; under the sanitizers that is not ours to report. */
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer)
 #define __SANITIZE_ADDRESS__ 1
@@ -410,6 +390,27 @@ static void ignore_leaks(bool on) {
 #else
 static void ignore_leaks(bool on) { (void)on; }
 #endif
+
+/* A file-size limit stands for a full disk: at every size the writer may meet it, in another of its calls. */
+Test(trace, a_full_disk_is_an_error_and_leaves_nothing) {
+    struct stat found;
+    ignore_leaks(true);
+    signal(SIGXFSZ, SIG_IGN);
+    write_small("a.h5");
+    cr_assert_eq(stat("a.h5", &found), 0);
+    for (off_t size = 0; size < found.st_size; size += found.st_size / 40) {
+        const struct rlimit limit = {(rlim_t)size, RLIM_INFINITY};
+        setrlimit(RLIMIT_FSIZE, &limit);
+        kv_status st = small_trace_write(small, "b.h5");
+        cr_expect(st == KV_E_IO || (st == KV_E_CANTCREATE && size < 100), "%lld bytes: %d %s",
+                  (long long)size, st, kv_error_message());
+        cr_expect(strstr(kv_error_message(), "b.h5"), "%s", kv_error_message());
+        cr_expect_neq(system("ls -A | grep -v '^a.h5$' | grep -q ."), 0,
+                      "%lld bytes: a file is left", (long long)size);
+    }
+    setrlimit(RLIMIT_FSIZE, &(struct rlimit){RLIM_INFINITY, RLIM_INFINITY});
+    write_small("b.h5");
+}
 
 /* Reads everything of a possibly damaged file; the result must be an error, or the original data, or data whose hash tells. */
 static void expect_no_silent_damage(const char *what) {
