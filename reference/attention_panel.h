@@ -19,20 +19,18 @@ typedef struct kv_panel_shape {
 /* Up to KV_CHUNK_KEYS keys. Query u sees key j iff birth[j] <= u < death[j]; birth = position of the key. */
 typedef struct kv_chunk {
     const float *keys, *values; /* packed */
-    const int32_t *birth;       /* [n_key rounded up to tile_keys], INT32_MAX beyond n_key */
-    const int32_t *death;       /* same size; NULL: keys never leave */
+    const int32_t *birth; /* [n_key rounded up to tile_keys]; padding is born after every query */
+    const int32_t *death; /* same size; NULL: keys never leave */
     int32_t n_key;
     int32_t birth_min, birth_max; /* over the n_key keys */
-    int32_t seen_from,
-        seen_to; /* every query in [seen_from, seen_to) sees all keys, padding included */
+    int32_t seen_from, seen_to;   /* queries in [seen_from, seen_to) see all, padding included */
 } kv_chunk;
 
 /* All keys and values of a span, packed once and shared by the query heads of each group. */
 typedef struct kv_packed {
     int32_t n_token, n_chunk;
-    float *keys; /* [n_kv_head][n_chunk] chunks of [KV_CHUNK_KEYS][head_dim] */
-    float *
-        values; /* [n_kv_head][n_chunk] chunks of [KV_CHUNK_KEYS][padded_dim]; NULL without output */
+    float *keys;    /* [n_kv_head][n_chunk] chunks of [KV_CHUNK_KEYS][head_dim] */
+    float *values;  /* the same of [KV_CHUNK_KEYS][padded_dim]; NULL without output */
     int32_t *birth; /* [n_chunk * KV_CHUNK_KEYS] 0, 1, … */
 } kv_packed;
 
