@@ -14,29 +14,22 @@
 #include "reference/core/progress.h"
 #include "tests/naive/mutate_hdf5.h"
 #include "tests/naive/small_trace.h"
+#include "tests/naive/test_folder.h"
 #include "traces/corpus.h"
 #include "traces/model_load.h"
 #include "traces/safetensors.h"
 
-static char folder[] = "/tmp/kvrecordXXXXXX", home[PATH_MAX - 64], tiny[PATH_MAX],
-            embedded[PATH_MAX];
+static char home[PATH_MAX - 64], tiny[PATH_MAX], embedded[PATH_MAX];
 
 static void setup(void) {
     cr_assert_not_null(getcwd(home, sizeof home));
     snprintf(tiny, sizeof tiny, "%s/tests/fixtures/hf_qwen3", home);
     snprintf(embedded, sizeof embedded, "%s/traces/model", home);
-    cr_assert_not_null(mkdtemp(folder));
-    cr_assert_eq(chdir(folder), 0);
+    test_folder_enter();
     kv_progress_set_quiet(1);
 }
 
-static void teardown(void) {
-    char command[64];
-    snprintf(command, sizeof command, "rm -rf %s", folder);
-    if (system(command) != 0) fprintf(stderr, "%s stays\n", folder);
-}
-
-TestSuite(record, .init = setup, .fini = teardown);
+TestSuite(record, .init = setup, .fini = test_folder_leave);
 
 static void put(const char *path, const void *data, size_t n) {
     FILE *f = fopen(path, "wb");

@@ -8,6 +8,7 @@
 
 #include "tests/naive/mutate_hdf5.h"
 #include "tests/naive/small_trace.h"
+#include "tests/naive/test_folder.h"
 
 #define R "/requests/r00000/"
 #define M "/model"
@@ -146,21 +147,17 @@ static const broken value[] = {
      {R "hidden", "layer 4", "token 7"}},
 };
 
-static char folder[] = "/tmp/kvrulesXXXXXX";
 static small_trace *small;
 
 static void setup(void) {
-    cr_assert_not_null(mkdtemp(folder));
-    cr_assert_eq(chdir(folder), 0);
+    test_folder_enter();
     small = malloc(sizeof *small);
     small_trace_make(small);
 }
 
 static void teardown(void) {
-    char command[64];
     free(small);
-    snprintf(command, sizeof command, "rm -rf %s", folder);
-    if (system(command) != 0) fprintf(stderr, "%s stays\n", folder);
+    test_folder_leave();
 }
 
 TestSuite(trace_rules, .init = setup, .fini = teardown);
@@ -216,7 +213,7 @@ Test(trace_rules, missing_files_and_other_files) {
     kv_trace *t = NULL;
     cr_expect_eq(kv_trace_open("none.h5", &t), KV_E_NOINPUT);
     cr_expect(strstr(kv_error_message(), "none.h5"), "%s", kv_error_message());
-    cr_expect_eq(kv_trace_open(folder, &t), KV_E_DATA);
+    cr_expect_eq(kv_trace_open(".", &t), KV_E_DATA);
     FILE *f = fopen("text.h5", "w");
     fputs("not HDF5\n", f);
     fclose(f);

@@ -1,3 +1,4 @@
+/* Changes to HDF5 files, one at a time. */
 #include "tests/naive/mutate_hdf5.h"
 
 #include <hdf5.h>

@@ -1,3 +1,4 @@
+/* A small trace with everything in it: values, and lse by the definition in double. */
 #include "tests/naive/small_trace.h"
 
 #include <math.h>
