@@ -1,5 +1,4 @@
-/* Dense results through the cache: lse, columns of each power, events and output are stored apart, because they depend on different
- * settings. */
+/* Dense results through the cache. Sweeps are always the same few: powers 1 and 2 with output and events, or one power alone. */
 #include "experiments/dense_cache.h"
 
 #include <stdio.h>
@@ -39,85 +38,108 @@ static kv_status hash_span(const kv_ops *ops, const kv_span *s, uint64_t key[2])
     return KV_OK;
 }
 
-/* The parts of a request. The names carry what the numbers depend on besides the span. */
+/* The arrays of one sweep. Which sweep it was stands in the name: the same column computed together with others differs in the last
+ * bits, and a result must not depend on what ran before. */
 static int32_t list_parts(const kv_span *s, const kv_dense_request *r, kv_dense *d,
                           const uint64_t key[2], kv_cached *parts) {
+    const char *sweep = r->want_output ? "base" : "alone";
     int32_t n = 0;
     size_t rows = (size_t)s->n_q_head * (size_t)s->stride;
-    parts[n++] = (kv_cached){"lse", .n_array = 1, .array = {(void **)&d->lse}, .bytes = {rows * 4}};
+    kv_cached *p = &parts[n++];
+    *p = (kv_cached){.n_array = 1, .array = {(void **)&d->lse}, .bytes = {rows * 4}};
+    snprintf(p->name, sizeof p->name, "%s-lse", sweep);
     for (int32_t i = 0; i < r->n_power; i++) {
-        kv_cached *p = &parts[n++];
+        p = &parts[n++];
         *p = (kv_cached){.n_array = 1, .array = {(void **)&d->column[i]}, .bytes = {rows * 8}};
-        snprintf(p->name, sizeof p->name, "column-w%d-p%.17g", r->window, r->power[i]);
+        snprintf(p->name, sizeof p->name, "%s-column-w%d-p%.17g", sweep, r->window, r->power[i]);
     }
     if (r->want_events) {
-        kv_cached *p = &parts[n++];
+        p = &parts[n++];
         *p = (kv_cached){.n_array = 3,
                          .array = {(void **)&d->long_mass, (void **)&d->top_p, (void **)&d->top_t},
                          .bytes = {rows * 4, rows * 4, rows * 4}};
-        snprintf(p->name, sizeof p->name, "events-s%d-w%d", r->sinks, r->window);
+        snprintf(p->name, sizeof p->name, "%s-events-s%d-w%d", sweep, r->sinks, r->window);
     }
-    if (r->want_output)
-        parts[n++] = (kv_cached){"o", .n_array = 1, .array = {(void **)&d->o},
-                                 .bytes = {rows * (size_t)s->head_dim * 4}};
+    if (r->want_output) {
+        p = &parts[n++];
+        *p = (kv_cached){
+            .n_array = 1, .array = {(void **)&d->o}, .bytes = {rows * (size_t)s->head_dim * 4}};
+        snprintf(p->name, sizeof p->name, "%s-o", sweep);
+    }
     for (int32_t i = 0; i < n; i++) memcpy(parts[i].key, key, sizeof parts[i].key);
     return n;
 }
 
-/* One sweep for everything that is missing; its arrays move into `out`. */
-static kv_status compute_missing(const kv_ops *ops, const kv_span *span,
-                                 const kv_dense_request *request, kv_dense *out) {
+/* One sweep, from the folder when all its arrays are there. */
+static kv_status run_sweep(const kv_ops *ops, const kv_span *span, const kv_dense_request *request,
+                           const char *folder, const uint64_t key[2], kv_dense *out) {
     kv_status st = KV_OK;
-    kv_dense fresh = {0};
-    kv_dense_request r = *request;
-    int32_t from[KV_DENSE_POWERS];
-    r.n_power = 0;
-    for (int32_t i = 0; i < request->n_power; i++)
-        if (!out->column[i]) {
-            from[r.n_power] = i;
-            r.power[r.n_power++] = request->power[i];
-        }
-    r.want_events = request->want_events && !out->top_t;
-    r.want_output = request->want_output && !out->o;
-    KV_TRY(ops->dense(span, &r, &fresh));
-    for (int32_t i = 0; i < r.n_power; i++) {
-        out->column[from[i]] = fresh.column[i];
-        fresh.column[i] = NULL;
-    }
-#define MOVE(member) \
-    if (!out->member) { \
-        out->member = fresh.member; \
-        fresh.member = NULL; \
-    }
-    MOVE(lse)
-    MOVE(long_mass)
-    MOVE(top_p)
-    MOVE(top_t)
-    MOVE(o)
-#undef MOVE
+    kv_cached parts[KV_DENSE_POWERS + 3];
+    bool complete = folder != NULL;
+    *out = (kv_dense){.request = *request, .stride = span->stride};
+    int32_t n = list_parts(span, request, out, key, parts);
+    for (int32_t i = 0; complete && i < n; i++) complete = kv_cache_load(folder, &parts[i]);
+    if (complete) return KV_OK;
+    kv_dense_free(out);
+    KV_TRY(ops->dense(span, request, out));
+    list_parts(span, request, out, key, parts);
+    for (int32_t i = 0; i < n; i++) kv_cache_store(folder, &parts[i]);
 out:
-    kv_dense_free(&fresh);
     return st;
+}
+
+static kv_status column_alone(const kv_ops *ops, const kv_span *span,
+                              const kv_dense_request *request, int32_t i, const char *folder,
+                              const uint64_t key[2], kv_dense *out) {
+    kv_dense alone = {0};
+    kv_dense_request r = {.sinks = request->sinks,
+                          .window = request->window,
+                          .n_power = 1,
+                          .power = {request->power[i]}};
+    kv_status st = run_sweep(ops, span, &r, folder, key, &alone);
+    if (st != KV_OK) return st;
+    out->column[i] = alone.column[0];
+    alone.column[0] = NULL;
+    if (!out->lse) {
+        out->lse = alone.lse;
+        alone.lse = NULL;
+    }
+    kv_dense_free(&alone);
+    return KV_OK;
 }
 
 kv_status kv_dense_cached(const kv_ops *ops, const kv_span *span, const kv_dense_request *request,
                           const char *folder, kv_dense *out) {
     kv_status st = KV_OK;
-    kv_cached parts[KV_DENSE_POWERS + 3];
-    bool found[KV_DENSE_POWERS + 3] = {false}, complete = true;
+    kv_dense base = {0};
     uint64_t key[2];
-    if (!folder) return ops->dense(span, request, out);
-    memset(out, 0, sizeof *out);
-    out->request = *request;
-    out->stride = span->stride;
+    *out = (kv_dense){.request = *request, .stride = span->stride};
     KV_TRY(hash_span(ops, span, key));
-    int32_t n = list_parts(span, request, out, key, parts);
-    for (int32_t i = 0; i < n; i++) complete &= found[i] = kv_cache_load(folder, &parts[i]);
-    if (complete) goto out;
-    KV_TRY(compute_missing(ops, span, request, out));
-    for (int32_t i = 0; i < n; i++)
-        if (!found[i]) kv_cache_store(folder, &parts[i]);
+    if (request->want_output || request->want_events) {
+        kv_dense_request r = {.sinks = request->sinks,
+                              .window = request->window,
+                              .n_power = 2,
+                              .power = {1, 2},
+                              .want_output = true,
+                              .want_events = true};
+        KV_TRY(run_sweep(ops, span, &r, folder, key, &base));
+        *out = base;
+        out->request = *request;
+        memset(out->column, 0, sizeof out->column);
+        base = (kv_dense){.column = {base.column[0], base.column[1]}};
+    }
+    for (int32_t i = 0; i < request->n_power; i++) {
+        double power = request->power[i];
+        int32_t at = power == 2;
+        if ((power == 1 || power == 2) && base.column[at]) {
+            out->column[i] = base.column[at];
+            base.column[at] = NULL;
+        } else {
+            KV_TRY(column_alone(ops, span, request, i, folder, key, out));
+        }
+    }
 out:
+    kv_dense_free(&base);
     if (st != KV_OK) kv_dense_free(out);
     return st;
 }

@@ -253,39 +253,57 @@ static struct timespec written(const char *folder) {
     return info.st_mtim;
 }
 
+/* What happens to each file of the cache of dense results. */
+static void spoil_cache(bool remove_it) {
+    char folder[128], file[512];
+    path_in("results/cache", folder, sizeof folder);
+    DIR *dir = opendir(folder);
+    cr_assert_not_null(dir);
+    for (struct dirent *e; (e = readdir(dir));) {
+        if (e->d_type != DT_REG) continue;
+        snprintf(file, sizeof file, "%s/%s", folder, e->d_name);
+        if (remove_it) {
+            cr_assert_eq(unlink(file), 0);
+            continue;
+        }
+        FILE *f = fopen(file, "r+"); /* a flipped bit: the file is ignored */
+        cr_assert_not_null(f);
+        fseek(f, -1, SEEK_END);
+        int c = fgetc(f);
+        fseek(f, -1, SEEK_END);
+        fputc(c ^ 1, f);
+        fclose(f);
+    }
+    closedir(dir);
+}
+
 Test(cli, threads_and_cache_do_not_change_a_byte) {
-    static const char *const how[] = {"--threads 1 --output a", "--threads 2 --output b",
-                                      "--threads 2 --output c"};
+    static const struct {
+        int threads;
+        const char *folder, *before; /* `before`: another run, after the cache was emptied */
+    } how[] = {{1, "a", NULL},
+               {2, "b", NULL},
+               {2, "c", ""}, /* cache spoilt */
+               {1, "d", RUN "--trace t.h5 --policy oracle:power=3 --budget 20 --output x"},
+               {1, "e", "experiment --sinks 1 --window 5 --trace t.h5 --policy h2o --budget 20"}};
     json_t *first = NULL;
-    for (size_t i = 0; i < 3; i++) { /* the third finds the dense results of the first two gone */
-        char arguments[512], path[128];
-        if (i == 2) {
-            path_in("results/cache", path, sizeof path);
-            DIR *dir = opendir(path);
-            cr_assert_not_null(dir);
-            for (struct dirent *e; (e = readdir(dir));)
-                if (e->d_type == DT_REG) {
-                    FILE *f = NULL;
-                    char file[512];
-                    snprintf(file, sizeof file, "%s/%s", path, e->d_name);
-                    cr_assert_not_null(f = fopen(file, "r+"));
-                    fseek(f, -1, SEEK_END); /* a flipped bit: the file is ignored */
-                    int c = fgetc(f);
-                    fseek(f, -1, SEEK_END);
-                    fputc(c ^ 1, f);
-                    fclose(f);
-                }
-            closedir(dir);
+    for (size_t i = 0; i < sizeof how / sizeof *how; i++) {
+        char arguments[512];
+        if (how[i].before) spoil_cache(how[i].before[0] != '\0');
+        if (how[i].before && how[i].before[0]) {
+            kv_said other = kv_run_command(how[i].before);
+            cr_assert_eq(other.code, 0, "%s", other.err);
         }
         snprintf(arguments, sizeof arguments,
                  RUN "--trace t.h5 --policy tova,h2o,cumulative,random,keydiff,knorm,full,"
-                     "streaming:pos=cache,oracle,oracle_step,oracle_exact --budget 20,40 %s",
-                 how[i]);
+                     "streaming:pos=cache,oracle,oracle:power=3,oracle_step,oracle_exact "
+                     "--budget 20,40 --threads %d --output %s",
+                 how[i].threads, how[i].folder);
         kv_said said = kv_run_command(arguments);
         cr_assert_eq(said.code, 0, "%s", said.err);
-        json_t *s = summary_without_seconds((const char *[]){"a", "b", "c"}[i]);
+        json_t *s = summary_without_seconds(how[i].folder);
         if (first)
-            cr_expect(json_equal(first, s), "%s gives other numbers than %s", how[i], how[0]);
+            cr_expect(json_equal(first, s), "run %s gives other numbers than run a", how[i].folder);
         else
             first = json_incref(s);
         json_decref(s);
