@@ -78,7 +78,7 @@ typedef struct kv_policy_input {
     const struct kv_dense
         *dense; /* dense results already known for this span, or NULL: compute them through ops */
     const struct kv_ops *ops;
-    const float *trace_score;  /* [n_kv_head][stride], recorded score/<policy>; NULL: not recorded */
+    const float *trace_score; /* [n_kv_head][stride], recorded score/<policy>; NULL: not recorded */
     const double *trace_delta; /* [n_kv_head], its decay 1 - gamma */
 } kv_policy_input;
 
