@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "experiments/dense_cache.h"
+#include "experiments/pattern.h"
 #include "experiments/timeline.h"
 #include "policies/registry.h"
 #include "reference/core/log.h"
@@ -20,6 +21,7 @@ typedef struct work { /* state of one run */
     kv_row_result *result;
     kv_metrics **metrics; /* [n_row] */
     kv_timeline *timeline;
+    kv_pattern *pattern;
     kv_params oracle_params; /* built-in defaults: KT is always the oracle of power 1 */
     float *
         score; /* [n_kv_head][n_token] scores recorded for this layer, NULL when no row uses them */
@@ -35,6 +37,7 @@ typedef struct place { /* one document of one layer */
     int32_t **
         oracle; /* [n_row] KT's evict_at, shared by the rows of one budget; owned by the first of them */
     int32_t *evict_at, *own; /* [n_kv_head][stride] */
+    float *priority;         /* [n_kv_head][stride] of the policy at work */
 } place;
 
 bool kv_row_rerotates(const kv_row *row) { return kv_params_int(&row->params, "pos") == 1; }
@@ -130,15 +133,21 @@ out:
     return st;
 }
 
-/* recall_own's reference: the ranking that a learned policy was trained to reproduce, under its own decay. */
-static kv_status find_own(place *p, const kv_policy *policy, const kv_policy_input *input) {
+/* recall_own's reference: the ranking that a learned policy was trained to reproduce, under its own decay. The decisions of the
+ * policy (place's priorities) are compared with it. */
+static kv_status find_own(place *p, const kv_policy *policy, const kv_policy_input *input,
+                          kv_decisions *decisions) {
     kv_status st = KV_OK;
     double power, log_gamma[p->span.n_kv_head];
     bool mean;
     float *priority = NULL;
+    const char *lse = kv_tensors_meta(input->weights, "lse");
     KV_NEW(priority, p->span.n_kv_head * p->span.stride);
     KV_TRY(policy->own_target(input, &power, &mean, log_gamma));
     KV_TRY(kv_target_of(input, power, mean, priority));
+    if (lse && strcmp(lse, "sparse") == 0)
+        KV_TRY(kv_target_sparse(input, power, mean, log_gamma, priority));
+    KV_TRY(kv_decisions_add(decisions, &p->span, input->run, priority, log_gamma, p->priority));
     for (int32_t h = 0; h < p->span.n_kv_head; h++)
         for (int32_t t = 0; t < p->span.n_token; t++) {
             float *x = &priority[h * p->span.stride + t];
@@ -180,8 +189,8 @@ static kv_status run_policy(work *w, place *p, size_t i) {
     kv_policy_input input = input_of(w, p, row);
     kv_masked masked = {0};
     KV_TRY(find_oracle(w, p, i));
-    KV_TRY(kv_replay(row->policy, &input, p->evict_at));
-    if (has_own(row)) KV_TRY(find_own(p, row->policy, &input));
+    KV_TRY(kv_replay_priority(row->policy, &input, p->priority, p->evict_at));
+    if (has_own(row)) KV_TRY(find_own(p, row->policy, &input, &w->result[i].decisions));
     kv_masked_request request = {.evict_at = p->evict_at,
                                  .sinks = row->run.sinks,
                                  .window = row->run.window,
@@ -198,6 +207,7 @@ static kv_status run_policy(work *w, place *p, size_t i) {
                             .kind = p->kind};
     KV_TRY(kv_metrics_add(w->metrics[i], &item));
     if (w->timeline) kv_timeline_add(w->timeline, i, &p->span, p->evict_at);
+    if (w->pattern) kv_pattern_add(w->pattern, i, &p->span, p->evict_at);
     if (w->result[i].evict_at) keep_decisions(w, p, w->result[i].evict_at);
 out:
     kv_masked_free(&masked);
@@ -213,6 +223,7 @@ static kv_status run_document(work *w, const kv_trace_layer *layer, int32_t inde
     KV_NEW(p.oracle, plan->n_row);
     KV_NEW(p.evict_at, p.span.n_kv_head * p.span.stride);
     KV_NEW(p.own, p.span.n_kv_head * p.span.stride);
+    KV_NEW(p.priority, p.span.n_kv_head * p.span.stride);
     KV_TRY(compute_dense(w, &p));
     for (size_t i = 0; i < plan->n_row; i++) {
         double start = kv_now();
@@ -231,6 +242,7 @@ out:
     free(p.oracle);
     free(p.evict_at);
     free(p.own);
+    free(p.priority);
     kv_dense_free(&p.dense);
     return st;
 }
@@ -267,6 +279,7 @@ static kv_status run_layer(work *w, int32_t index) {
     for (int32_t doc = 0; doc < w->trace->n_document; doc++)
         KV_TRY(run_document(w, &layer, index, doc));
     if (w->timeline) KV_TRY(kv_timeline_write_layer(w->timeline, w->trace->layer_id[index]));
+    if (w->pattern) kv_pattern_write_layer(w->pattern, w->trace->layer_id[index]);
 out:
     kv_trace_layer_free(&layer);
     return st;
@@ -287,26 +300,31 @@ out:
     return st;
 }
 
+/* The first failure of st and the two closes. */
+static kv_status close_tables(work *w, kv_status st) {
+    const kv_status timeline = w->timeline ? kv_timeline_close(w->timeline) : KV_OK;
+    const kv_status pattern = w->pattern ? kv_pattern_close(w->pattern) : KV_OK;
+    if (st == KV_OK) st = timeline;
+    return st == KV_OK ? pattern : st;
+}
+
 kv_status kv_experiment_run(kv_experiment *e, kv_row_result *result) {
     kv_status st = KV_OK;
     work w = {.e = e, .trace = kv_trace_get(e->trace), .result = result};
     KV_TRY(kv_params_init(&w.oracle_params, kv_policy_find("oracle")->params));
     KV_TRY(open_metrics(&w));
-    if (e->timeline_folder)
+    if (e->timeline_folder) {
         KV_TRY(kv_timeline_open(e->timeline_folder, e->plan, w.trace, &w.timeline));
+        KV_TRY(kv_pattern_open(e->timeline_folder, e->plan, w.trace, &w.pattern));
+    }
     kv_progress_begin(&w.progress, "experiment",
                       (double)w.trace->n_layer * (double)w.trace->n_token * (double)e->plan->n_row);
     for (int32_t l = 0; l < w.trace->n_layer; l++) KV_TRY(run_layer(&w, l));
     for (size_t i = 0; i < e->plan->n_row; i++)
         KV_TRY(kv_metrics_finish(w.metrics[i], &result[i].metrics));
-    if (w.timeline) st = kv_timeline_close(w.timeline);
-    w.timeline = NULL;
 out:
     kv_progress_end(&w.progress);
-    if (w.timeline) {
-        kv_status ignored = kv_timeline_close(w.timeline);
-        (void)ignored;
-    }
+    st = close_tables(&w, st);
     for (size_t i = 0; w.metrics && i < e->plan->n_row; i++) kv_metrics_free(w.metrics[i]);
     free(w.metrics);
     free(w.score);

@@ -5,12 +5,14 @@
 #ifndef KV_EXPERIMENTS_EXPERIMENT_H
 #define KV_EXPERIMENTS_EXPERIMENT_H
 
+#include "experiments/decisions.h"
 #include "experiments/plan.h"
 #include "reference/metrics.h"
 #include "reference/ops.h"
 
 typedef struct kv_row_result {
     kv_metrics_result metrics; /* all zero for an accuracy-only run */
+    kv_decisions decisions;    /* learned policies: against their own target */
     double seconds;            /* replay, masked attention and metrics of this row */
     int32_t *evict_at; /* [n_layer][n_kv_head][n_token], only on request; absolute positions */
 } kv_row_result;
@@ -20,7 +22,7 @@ typedef struct kv_experiment {
     const kv_plan *plan;
     const kv_ops *ops;
     const char *cache_folder;    /* of dense results, NULL: none */
-    const char *timeline_folder; /* gets timeline.csv, NULL: none */
+    const char *timeline_folder; /* gets timeline.csv and the tables of pattern.h, NULL: none */
     bool keep_evict_at;
     double dense_seconds; /* out: policy-independent part */
 } kv_experiment;

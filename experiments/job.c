@@ -133,6 +133,7 @@ static kv_status write_files(run *r, const kv_row_result *result, const kv_accur
     if (!(*summary = kv_summary_make(&report))) KV_RAISE(KV_E_INTERNAL, "out of memory");
     KV_TRY(kv_json_write(*summary, folder, "summary.json"));
     KV_TRY(kv_metrics_csv_write(&report, folder));
+    KV_TRY(kv_delay_csv_write(&report, folder));
     KV_TRY(kv_plot_data(&folder, 1, folder));
     if (kv_config_flag(r->config, "save_evict")) KV_TRY(save_evict(r, result, folder));
     manifest = kv_manifest_make(r->identity, r->info, r->start, dense_seconds);

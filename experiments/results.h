@@ -23,6 +23,9 @@ json_t *kv_summary_make(const kv_report *report);
 /* metrics.csv: one row per number; undefined values are empty. */
 kv_status kv_metrics_csv_write(const kv_report *report, const char *folder);
 
+/* delay.csv: next-token accuracy, agreement and decision accuracy of the learned policies. */
+kv_status kv_delay_csv_write(const kv_report *report, const char *folder);
+
 /* The table of a summary on stdout, what each column means, and where the files are. */
 void kv_table_print(const json_t *summary, const char *folder, bool explain);
 

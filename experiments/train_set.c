@@ -16,7 +16,6 @@
 #include "reference/core/log.h"
 #include "reference/core/mem.h"
 #include "reference/core/progress.h"
-#include "reference/select.h"
 #include "reference/target.h"
 
 /* Memory behind an unlinked file: clean shutdown needs nothing, and pages can leave when memory is short. */
@@ -116,36 +115,6 @@ void kv_train_set_free(kv_train_set *set) {
     memset(set, 0, sizeof *set);
 }
 
-/* The normaliser over the keys that the dense target would keep (maths.md 2.4). */
-static kv_status sparse_target(const kv_span *span, const kv_train_need *need,
-                               const kv_dense_request *request, float *r) {
-    kv_status st = KV_OK;
-    kv_dense dense = {0};
-    kv_masked masked = {0};
-    float *priority = NULL;
-    int32_t *evict_at = NULL;
-    kv_dense_request again = *request;
-    KV_NEW(priority, span->n_kv_head * span->stride);
-    KV_NEW(evict_at, span->n_kv_head * span->stride);
-    for (int32_t h = 0; h < span->n_kv_head; h++)
-        for (int32_t t = 0; t < span->n_token; t++)
-            priority[h * span->stride + t] =
-                kv_static_priority(r[h * span->stride + t], t, need->log_gamma);
-    KV_TRY(need->ops->select(span, need->run, priority, evict_at));
-    kv_masked_request sparse = {
-        .evict_at = evict_at, .sinks = need->run->sinks, .window = need->run->window};
-    KV_TRY(need->ops->masked(span, &sparse, &masked));
-    again.lse = masked.lse;
-    KV_TRY(need->ops->dense(span, &again, &dense));
-    KV_TRY(kv_target_log(span, &dense, need->power, need->mean, need->run->eps, r));
-out:
-    free(priority);
-    free(evict_at);
-    kv_masked_free(&masked);
-    kv_dense_free(&dense);
-    return st;
-}
-
 /* r [n_kv_head][stride] of one document. */
 static kv_status target_of(const kv_span *span, const kv_train_need *need, float *r) {
     kv_status st = KV_OK;
@@ -156,7 +125,12 @@ static kv_status target_of(const kv_span *span, const kv_train_need *need, float
                                 .power = {need->power}};
     KV_TRY(kv_dense_cached(need->ops, span, &request, need->cache_folder, &dense));
     KV_TRY(kv_target_log(span, &dense, need->power, need->mean, need->run->eps, r));
-    if (need->sparse) KV_TRY(sparse_target(span, need, &request, r));
+    if (need->sparse) {
+        const kv_policy_input input = {.span = span, .run = need->run, .ops = need->ops};
+        double log_gamma[span->n_kv_head];
+        for (int32_t h = 0; h < span->n_kv_head; h++) log_gamma[h] = need->log_gamma;
+        KV_TRY(kv_target_sparse(&input, need->power, need->mean, log_gamma, r));
+    }
 out:
     kv_dense_free(&dense);
     return st;

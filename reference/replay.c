@@ -49,20 +49,25 @@ kv_status kv_replay_gate(const kv_span *span, int32_t window, const uint8_t *lea
     return KV_OK;
 }
 
-static kv_status by_priority(const kv_policy *policy, const kv_policy_input *input,
+static kv_status by_priority(const kv_policy *policy, const kv_policy_input *input, float *priority,
                              int32_t *evict_at) {
     kv_status st = KV_OK;
     const kv_span *span = input->span;
-    float *priority = NULL; /* [n_kv_head][stride] */
-    KV_NEW(priority, span->n_kv_head * span->stride);
+    float *own = NULL; /* [n_kv_head][stride] */
+    if (!priority) {
+        KV_NEW(own, span->n_kv_head * span->stride);
+        priority = own;
+    }
     KV_TRY(policy->priority(input, priority));
     KV_TRY(input->ops->select(span, input->run, priority, evict_at));
 out:
-    free(priority);
+    free(own);
     return st;
 }
 
-static kv_status by_gate(const kv_policy *policy, const kv_policy_input *input, int32_t *evict_at) {
+static kv_status by_gate(const kv_policy *policy, const kv_policy_input *input, float *priority,
+                         int32_t *evict_at) {
+    (void)priority;
     kv_status st = KV_OK;
     const kv_span *span = input->span;
     uint8_t *leaves = NULL; /* [n_kv_head][stride] */
@@ -75,7 +80,8 @@ out:
 }
 
 static kv_status by_attention(const kv_policy *policy, const kv_policy_input *input,
-                              int32_t *evict_at) {
+                              float *priority, int32_t *evict_at) {
+    (void)priority;
     kv_attention_rule rule = {0};
     kv_status st = policy->rule(input, &rule);
     if (st != KV_OK) return st;
@@ -99,13 +105,18 @@ static kv_status canonicalise(const kv_policy *policy, const kv_span *span, int3
 }
 
 kv_status kv_replay(const kv_policy *policy, const kv_policy_input *input, int32_t *evict_at) {
-    typedef kv_status by_kind(const kv_policy *, const kv_policy_input *, int32_t *);
+    return kv_replay_priority(policy, input, NULL, evict_at);
+}
+
+kv_status kv_replay_priority(const kv_policy *policy, const kv_policy_input *input, float *priority,
+                             int32_t *evict_at) {
+    typedef kv_status by_kind(const kv_policy *, const kv_policy_input *, float *, int32_t *);
     static by_kind *const kind[] = {
         [KV_PRIORITY] = by_priority, [KV_GATE] = by_gate, [KV_ATTENTION] = by_attention};
     kv_status st = KV_OK;
     KV_TRY(kv_replay_check(policy, input));
     KV_TRY(policy->decide ? policy->decide(input, evict_at)
-                          : kind[policy->kind](policy, input, evict_at));
+                          : kind[policy->kind](policy, input, priority, evict_at));
     KV_TRY(canonicalise(policy, input->span, evict_at));
 out:
     return st;

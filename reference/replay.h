@@ -8,6 +8,11 @@
  * document's end into KV_NEVER (contract.md 1). Refuses what kv_replay_check refuses. */
 kv_status kv_replay(const kv_policy *policy, const kv_policy_input *input, int32_t *evict_at);
 
+/* The same, and the static priorities that a priority policy decided by: priority [n_kv_head][stride] (NULL: not wanted). Other
+ * kinds leave it alone. */
+kv_status kv_replay_priority(const kv_policy *policy, const kv_policy_input *input, float *priority,
+                             int32_t *evict_at);
+
 /* B >= sinks + window, window >= 1, B >= 1, sinks >= 0; KV_E_USAGE names the options. */
 kv_status kv_run_check(const kv_run *run);
 

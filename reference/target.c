@@ -2,9 +2,10 @@
 #include "reference/target.h"
 
 #include <math.h>
-#include <stddef.h>
+#include <stdlib.h>
 
 #include "reference/core/mem.h"
+#include "reference/core/num.h"
 #include "reference/ops.h"
 
 /* Index of `power` in the sweep, -1 if it was not asked for. */
@@ -72,5 +73,40 @@ kv_status kv_target_of(const kv_policy_input *input, double power, bool mean, fl
     KV_TRY(kv_target_log(input->span, dense, power, mean, run->eps, r));
 out:
     kv_dense_free(&own);
+    return st;
+}
+
+kv_status kv_target_sparse(const kv_policy_input *input, double power, bool mean,
+                           const double *log_gamma, float *r) {
+    kv_status st = KV_OK;
+    const kv_span *span = input->span;
+    const kv_run *run = input->run;
+    kv_dense dense = {0};
+    kv_masked masked = {0};
+    float *priority = NULL;   /* [n_kv_head][stride] */
+    int32_t *evict_at = NULL; /* [n_kv_head][stride] */
+    KV_NEW(priority, span->n_kv_head * span->stride);
+    KV_NEW(evict_at, span->n_kv_head * span->stride);
+    for (int32_t h = 0; h < span->n_kv_head; h++)
+        for (int32_t t = 0; t < span->n_token; t++) {
+            const int64_t at = h * span->stride + t;
+            priority[at] = kv_static_priority(r[at], t, log_gamma[h]);
+        }
+    KV_TRY(input->ops->select(span, run, priority, evict_at));
+    const kv_masked_request kept = {
+        .evict_at = evict_at, .sinks = run->sinks, .window = run->window};
+    KV_TRY(input->ops->masked(span, &kept, &masked));
+    const kv_dense_request request = {.sinks = run->sinks,
+                                      .window = run->window,
+                                      .n_power = 1,
+                                      .power = {power},
+                                      .lse = masked.lse};
+    KV_TRY(input->ops->dense(span, &request, &dense));
+    KV_TRY(kv_target_log(span, &dense, power, mean, run->eps, r));
+out:
+    free(priority);
+    free(evict_at);
+    kv_masked_free(&masked);
+    kv_dense_free(&dense);
     return st;
 }

@@ -17,4 +17,9 @@ kv_status kv_target_log(const kv_span *span, const kv_dense *dense, double power
 /* Same, from input->dense when it has the power, else by a sweep through input->ops. */
 kv_status kv_target_of(const kv_policy_input *input, double power, bool mean, float *r);
 
+/* From the dense target to the sparse one (maths.md 2.4), in place: the normaliser takes in the keys alone that the dense target r
+ * would keep at the run's budget under the decay log_gamma [n_kv_head]. */
+kv_status kv_target_sparse(const kv_policy_input *input, double power, bool mean,
+                           const double *log_gamma, float *r);
+
 #endif
