@@ -144,14 +144,25 @@ static char *read_line(char *text, int size, void *stream) {
     return text;
 }
 
+/* A comma list of the file, possibly over several lines, as the command line would give it: without blanks at commas. */
+static void join_list(const char *before, const char *value, char *out, size_t size) {
+    size_t n = 0;
+    snprintf(out, size, "%s%s%s", before, before[0] && before[strlen(before) - 1] != ',' ? "," : "",
+             value);
+    for (const char *c = out; *c; c++) {
+        bool blank = *c == ' ' || *c == '\t';
+        if (blank && (n == 0 || out[n - 1] == ',' || c[1 + strspn(c + 1, " \t")] == ',')) continue;
+        out[n++] = *c;
+    }
+    out[n] = '\0';
+}
+
 static int on_key(void *user, const char *section, const char *key, const char *value) {
     ini_state *s = user;
     char joined[4096];
     if (s->status != KV_OK) return 1;
-    if (s->indented && strcmp(section, "sweep") == 0) { /* a comma list over several lines */
-        const char *before = kv_config_text(s->config, key), *comma = strrchr(before, ',');
-        bool ends_with_comma = comma && comma[1 + strspn(comma + 1, " ")] == '\0';
-        snprintf(joined, sizeof joined, "%s%s%s", before, ends_with_comma ? "" : ",", value);
+    if (strcmp(section, "sweep") == 0) {
+        join_list(s->indented ? kv_config_text(s->config, key) : "", value, joined, sizeof joined);
         value = joined;
     }
     note_error(s, kv_config_set(s->config, section, key, value));

@@ -34,15 +34,31 @@ kv_status kv_budget_parse(const char *text, int32_t longest, int32_t *out) {
     return KV_OK;
 }
 
-/* Cuts the next item off a comma list, in place and without the blanks around it. NULL at the end. */
+/* Cuts the next item off a list, in place. NULL at the end. Blanks count: a budget has none (contract.md 4). */
 static char *next_item(char **rest, char separator) {
     if (!*rest) return NULL;
     char *item = *rest, *end = strchr(item, separator);
     *rest = end ? end + 1 : NULL;
     if (end) *end = '\0';
-    item += strspn(item, " \t");
-    for (size_t n = strlen(item); n > 0 && strchr(" \t", item[n - 1]); n--) item[n - 1] = '\0';
     return item;
+}
+
+static const kv_param *find_param(const kv_policy *policy, const char *part) {
+    for (const kv_param *p = policy->params; p && p->name; p++)
+        if (strncmp(p->name, part, strlen(p->name)) == 0 && part[strlen(p->name)] == '=') return p;
+    return NULL;
+}
+
+/* The next key=value of a policy item. A free text may hold colons of its own (file:item=oracle:power=2): parts that are no
+ * parameter of the policy belong to the text before them. */
+static char *next_setting(const kv_policy *policy, char **rest) {
+    char *part = next_item(rest, ':');
+    const kv_param *param = part ? find_param(policy, part) : NULL;
+    while (param && param->type == KV_PARAM_TEXT && *rest && !find_param(policy, *rest)) {
+        (*rest)[-1] = ':';
+        next_item(rest, ':');
+    }
+    return part;
 }
 
 static kv_status unknown_policy(const char *name) {
@@ -67,7 +83,7 @@ static kv_status parse_policy(const kv_config *config, char *item, kv_row *row) 
         if (strcmp(s->policy, name) == 0 && strcmp(s->key, "weights") != 0)
             KV_TRY(kv_params_set(&row->params, name, s->key, s->value));
     }
-    while ((part = next_item(&rest, ':'))) {
+    while ((part = next_setting(row->policy, &rest))) {
         char *equals = strchr(part, '=');
         if (!equals)
             KV_RAISE(KV_E_USAGE, "--policy %s: '%s' is not key=value, as in oracle:power=2", name,

@@ -8,6 +8,7 @@
 
 #include "experiments/cli.h"
 #include "experiments/plan.h"
+#include "reference/core/log.h"
 #include "reference/core/mem.h"
 #include "traces/safetensors.h"
 
@@ -139,6 +140,15 @@ out:
     return st;
 }
 
+static void warn_shift(const kv_row *row, const kv_trace_info *trace) {
+    int shift = kv_params_int(&row->params, "shift") == 0;
+    if (trace->gate_shift >= 0 && trace->gate_shift != shift)
+        kv_log(KV_LOG_WARN, "plan",
+               "%s: the gate was recorded with shift %d, this run uses shift %d (%s:shift=%d "
+               "follows the recording)",
+               trace->path, trace->gate_shift, shift, row->policy->name, trace->gate_shift);
+}
+
 kv_status kv_plan_open_weights(kv_plan *plan, const kv_config *config, const kv_trace_info *trace) {
     for (size_t i = 0; i < plan->n_row; i++) {
         kv_row *row = &plan->row[i];
@@ -146,7 +156,10 @@ kv_status kv_plan_open_weights(kv_plan *plan, const kv_config *config, const kv_
         char name[PATH_MAX], path[PATH_MAX];
         const char *chosen = chosen_file(config, row->policy->name);
         if (!row->policy->learned || kv_row_reads_scores(row)) continue;
-        if (!chosen && row->policy->kind == KV_GATE && trace->has_gate) continue;
+        if (!chosen && row->policy->kind == KV_GATE && trace->has_gate) {
+            warn_shift(row, trace);
+            continue;
+        }
         if (!chosen) {
             st = nearest_shipped(row->policy->name, row->run.budget, name, sizeof name);
             if (st != KV_OK) return st;

@@ -39,14 +39,17 @@ static json_t *params_of(const kv_params *p, const kv_weights *weights) {
 }
 
 static json_t *by_kind(const kv_trace_info *trace, const kv_metrics_result *m) {
+    bool any = false;
+    for (int32_t kind = 0; kind < KV_KINDS; kind++) any |= isfinite(m->recall_by_kind[kind]);
+    if (!trace->kind || !any) return json_null();
     json_t *o = json_object();
     for (int32_t kind = 0; kind < KV_KINDS; kind++) {
         char number[16];
         bool named = kind < trace->n_kind_name;
-        if (!named && !(isfinite(m->recall_by_kind[kind]) && trace->kind)) continue;
+        if (!named && !isfinite(m->recall_by_kind[kind])) continue;
         snprintf(number, sizeof number, "%d", kind);
         json_object_set_new(o, named ? trace->kind_name[kind] : number,
-                            real(trace->kind ? m->recall_by_kind[kind] : NAN));
+                            real(m->recall_by_kind[kind]));
     }
     return o;
 }
