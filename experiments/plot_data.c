@@ -1,4 +1,4 @@
-/* summary.json -> curve.csv, points.csv, correlation.csv. */
+/* summary.json -> curve.csv, points.csv, correlation.csv, power.csv. */
 #include "experiments/plot_data.h"
 
 #include <errno.h>
@@ -45,7 +45,7 @@ typedef struct point {
 
 typedef struct tables {
     const char *folder;
-    FILE *curve, *points;
+    FILE *curve, *points, *power;
     point *point; /* [n_point] */
     size_t n_point;
 } tables;
@@ -93,6 +93,22 @@ static double look_up(const json_t *result, const metric *m) {
     return json_is_number(value) ? json_number_value(value) : NAN;
 }
 
+/* A row of power.csv, when the policy has a power and an accuracy. */
+static void add_power(tables *t, const char *policy, json_int_t budget, const json_t *result) {
+    const json_t *power = json_object_get(json_object_get(result, "params"), "power");
+    const double accuracy = look_up(result, &columns[ACCURACY]);
+    if (isnan(accuracy) || !(json_is_number(power) || json_is_string(power))) return;
+    kv_csv_put(t->power, policy);
+    fputc(',', t->power);
+    if (json_is_string(power))
+        kv_csv_put(t->power, json_string_value(power));
+    else
+        put_value(t->power, json_number_value(power));
+    fprintf(t->power, ",%" JSON_INTEGER_FORMAT ",", budget);
+    put_value(t->power, accuracy);
+    fputc('\n', t->power);
+}
+
 static kv_status add_result(tables *t, const json_t *result, size_t i) {
     const json_t *policy = json_object_get(result, "policy"),
                  *variant = json_object_get(result, "variant"),
@@ -114,6 +130,7 @@ static kv_status add_result(tables *t, const json_t *result, size_t i) {
         fputc(c + 1 < COLUMNS ? ',' : '\n', t->points);
     }
     t->n_point++;
+    add_power(t, name, json_integer_value(budget), result);
     return KV_OK;
 }
 
@@ -174,12 +191,14 @@ kv_status kv_plot_data(const char *const *run, size_t n_run, const char *folder)
                   "label,policy,variant,budget,recall_mean,retrieval_hit,retained_mass,"
                   "accuracy_recall\n",
                   &t.points));
+    KV_TRY(create(folder, "power.csv", "label,power,budget,accuracy\n", &t.power));
     KV_TRY(create(folder, "correlation.csv", "metric,rho,n\n", &correlation));
     for (size_t i = 0; i < n_run; i++) KV_TRY(add_run(&t, run[i]));
     KV_TRY(correlate(&t, correlation));
 out:
     st = finish(st, t.curve, folder, "curve.csv");
     st = finish(st, t.points, folder, "points.csv");
+    st = finish(st, t.power, folder, "power.csv");
     st = finish(st, correlation, folder, "correlation.csv");
     free(t.point);
     return st;

@@ -5,8 +5,10 @@
  *                                                                 one row per policy and budget
  *   correlation.csv  metric,rho,n     Spearman's rank correlation of each metric of points.csv with accuracy_recall over the n
  *                                     points that have both; empty below 4 points
+ *   power.csv        label,power,budget,accuracy     accuracy_recall by the power of the target (maths.md 2.6, a number or max),
+ *                                                    for policies with a parameter `power`; label is the policy
  *
- * label is policy or policy:variant, with ; in the place of what a plain field cannot hold. */
+ * Elsewhere label is policy or policy:variant, with ; in the place of what a plain field cannot hold. */
 #ifndef KV_EXPERIMENTS_PLOT_DATA_H
 #define KV_EXPERIMENTS_PLOT_DATA_H
 

@@ -2,7 +2,7 @@
 # Draws every picture whose data lie in FOLDER into FOLDER/plots, as SVG, PNG and PDF. Fails when gnuplot fails.
 #   plots/draw.sh FOLDER [FORMAT…]
 # Pictures of one budget take the first of metrics.csv, or BUDGET=; the retained set is drawn for the layer and KV head with most
-# retrievals, or LAYER= and KV_HEAD=.
+# retrievals, or LAYER= and KV_HEAD=. Evict ratios are drawn when they differ between heads.
 set -euo pipefail
 home=$(cd "$(dirname "$0")" && pwd)
 if [ $# -lt 1 ] || [ ! -d "$1" ]; then
@@ -21,22 +21,23 @@ for format in "$@"; do
 done
 pictures=$folder/plots
 temporary=$(mktemp)
-trap 'rm -f "$temporary"' EXIT
+trap 'rm -f "$temporary" "$temporary.2"' EXIT
 count=0
 
 # A text in gnuplot's single quotes.
 quote() { printf "'%s'" "${1//\'/\'\'}"; }
 
-# draw NAME FORMAT… : settings in $extra
+# draw NAME FORMAT… : settings in $extra; the script is $script.gp where it is not NAME.gp
+script=""
 draw() {
     local name=$1 format
     shift
     mkdir -p "$pictures"
     for format in "$@"; do
         if ! gnuplot -e "home=$(quote "$home"); folder=$(quote "$folder"); format='$format'; out=$(quote "$pictures/$name.$format"); $extra" \
-            "$home/$name.gp"; then
+            "$home/${script:-$name}.gp"; then
             rm -f "$pictures/$name.$format"
-            echo "draw.sh: gnuplot failed on $home/$name.gp with the data of $folder" >&2
+            echo "draw.sh: gnuplot failed on $home/${script:-$name}.gp with the data of $folder" >&2
             exit 70
         fi
     done
@@ -46,11 +47,32 @@ draw() {
 # A defined number of metric $2 in file $1; fields are counted from the end ($3), where no quoted text can be.
 has() { [ -f "$folder/$1" ] && awk -F, -v m="$2" -v f="$3" '$(NF - f - 1) == m && $(NF - f) != "" { found = 1; exit } END { exit !found }' "$folder/$1"; }
 
+# Lines of one budget as label,last fields, for gnuplot: rows FILE BUDGET N [FIRST [METRIC]]. N fields follow the budget; the policy is
+# field FIRST. With METRIC: the lines of metrics.csv for this metric and single heads, as label,layer,kv_head,value.
+rows() {
+    [ -f "$folder/$1" ] || return 1
+    awk -F, -v b="$2" -v n="$3" -v first="${4:-1}" -v metric="${5:-}" '
+        NR > 1 && $(NF - n) == b && (metric == "" || ($(NF - 2) == metric && $3 != "all" && $(NF - 1) != "")) {
+            variant = ""
+            for (i = first + 1; i < NF - n; i++) variant = variant (i > first + 1 ? ";" : "") $i
+            gsub(/"/, "", variant)
+            line = $first (variant == "" ? "" : ":" variant)
+            if (metric != "") line = line "," $2 "," $3 "," $(NF - 1)
+            else for (i = NF - n + 1; i <= NF; i++) line = line "," $i
+            print line
+        }' "$folder/$1" >"$temporary"
+    [ -s "$temporary" ]
+}
+first_budget() { awk -F, -v n="$2" 'NR == 2 { print $(NF - n) }' "$folder/$1" 2>/dev/null || true; }
+
 extra=""
 if has curve.csv recall_mean 0; then draw recall "$@"; fi
 if has curve.csv accuracy_recall 0; then
     draw accuracy "$@"
     if has curve.csv retained_mass 0; then draw correlation "$@"; fi
+fi
+if [ -f "$folder/power.csv" ] && [ "$(awk -F, 'NR > 1 && $4 != "" { print $2 }' "$folder/power.csv" | sort -u | wc -l)" -gt 1 ]; then
+    draw power "$@"
 fi
 
 if has metrics.csv recall 1; then
@@ -74,6 +96,31 @@ if [ -f "$folder/timeline.csv" ] && [ "$(head -n 2 "$folder/timeline.csv" | wc -
     fi
     extra="rows_of_head='$temporary'; budget=$(quote "$budget"); layer=$(quote "$layer"); kv_head=$(quote "$kv_head")"
     draw timeline "$@"
+fi
+
+budget=${BUDGET:-${budget:-$(first_budget delay.csv 3)}}
+common="rows='$temporary'; budget=$(quote "$budget")"
+if rows metrics.csv "$budget" 4 4 recall_own; then
+    script=heads extra="$common; heading='Recall of the policy''s own target by layer and KV head, budget '.budget; axis='recall (share of the target''s long-range keys)'"
+    draw recall_heads "$@"
+fi
+if rows evict_ratio.csv "$budget" 3 && awk -F, '$1 in seen && $4 != seen[$1] { ragged = 1; exit } { seen[$1] = $4 } END { exit !ragged }' "$temporary"; then
+    script=heads extra="$common; heading='Evicted at the end by layer and KV head, budget '.budget; axis='evicted (share of the tokens older than the window)'"
+    draw evict_ratio "$@"
+fi
+script=""
+if rows pattern.csv "$budget" 4; then
+    n_head=$(awk -F, 'NR > 1 && $(NF - 1) + 1 > n { n = $(NF - 1) + 1 } END { print n + 0 }' "$folder/evict_ratio.csv")
+    extra="$common; n_head=$n_head"
+    draw pattern "$@"
+fi
+extra=$common
+if rows evict_kind.csv "$budget" 5; then draw evict_kind "$@"; fi
+if rows delay.csv "$budget" 3; then
+    # label,delay,measure,value -> label with its delay,measure,value
+    awk -F, '$4 != "" { print $1 ($2 > 0 ? " (delay " $2 ")" : " (no delay)") "," $3 "," $4 }' OFS=, "$temporary" >"$temporary.2"
+    mv "$temporary.2" "$temporary"
+    if [ -s "$temporary" ]; then draw delay "$@"; fi
 fi
 if [ "$count" = 0 ]; then
     echo "draw.sh: $folder holds no defined values to draw (metrics are empty when nothing was evicted)" >&2

@@ -69,13 +69,17 @@ Test(plots, spearman) {
 typedef struct row {
     const char *policy, *variant;
     int budget;
+    double power;                       /* NAN: no such parameter */
     double recall, hit, mass, accuracy; /* NAN: null */
 } row;
 
 static const row rows[] = {
-    {"h2o", "", 16, .3, .2, .6, .25},           {"h2o", "", 32, .5, .4, .8, .5},
-    {"oracle", "power=2", 16, .4, .9, .7, .9},  {"oracle", "power=2", 32, .6, 1, .85, .95},
-    {"oracle_step", "", 16, NAN, NAN, .9, NAN}, {"file", "path=a,b", 32, .45, .7, .75, NAN},
+    {"h2o", "", 16, NAN, .3, .2, .6, .25},
+    {"h2o", "", 32, NAN, .5, .4, .8, .5},
+    {"oracle", "power=2", 16, 2, .4, .9, .7, .9},
+    {"oracle", "power=max", 32, INFINITY, .6, 1, .85, .95},
+    {"oracle_step", "", 16, NAN, NAN, NAN, .9, NAN},
+    {"file", "path=a,b", 32, NAN, .45, .7, .75, NAN},
 };
 enum { ROWS = sizeof rows / sizeof *rows };
 
@@ -89,12 +93,13 @@ static void write_run(char *folder, int first, int n) {
     json_t *results = json_array();
     for (int i = first; i < first + n; i++)
         json_array_append_new(
-            results,
-            json_pack("{s:s, s:s, s:i, s:o, s:o, s:o, s:o, s:{s:o}}", "policy", rows[i].policy,
-                      "variant", rows[i].variant, "budget", rows[i].budget, "recall_mean",
-                      number(rows[i].recall), "recall_chance", number(rows[i].recall / 2),
-                      "retrieval_hit", number(rows[i].hit), "retained_mass", number(rows[i].mass),
-                      "token_accuracy", "recall", number(rows[i].accuracy)));
+            results, json_pack("{s:s, s:s, s:{s:o}, s:i, s:o, s:o, s:o, s:o, s:{s:o}}", "policy",
+                               rows[i].policy, "variant", rows[i].variant, "params", "power",
+                               isinf(rows[i].power) ? json_string("max") : number(rows[i].power),
+                               "budget", rows[i].budget, "recall_mean", number(rows[i].recall),
+                               "recall_chance", number(rows[i].recall / 2), "retrieval_hit",
+                               number(rows[i].hit), "retained_mass", number(rows[i].mass),
+                               "token_accuracy", "recall", number(rows[i].accuracy)));
     json_t *summary = json_pack("{s:i, s:o}", "schema", 1, "results", results);
     snprintf(path, sizeof path, "%s/summary.json", folder);
     cr_assert_eq(json_dump_file(summary, path, 0), 0);
@@ -133,12 +138,14 @@ Test(plots, tables) {
                      "h2o,h2o,,16,0.3,0.2,0.6,0.25\n"
                      "h2o,h2o,,32,0.5,0.4,0.8,0.5\n"
                      "oracle:power=2,oracle,power=2,16,0.4,0.9,0.7,0.9\n"
-                     "oracle:power=2,oracle,power=2,32,0.6,1,0.85,0.95\n"
+                     "oracle:power=max,oracle,power=max,32,0.6,1,0.85,0.95\n"
                      "oracle_step,oracle_step,,16,,,0.9,\n"
                      "file:path=a;b,file,\"path=a,b\",32,0.45,0.7,0.75,\n");
     /* Four points have an accuracy; recall ranks 1 3 2 4, hits 1 2 3 4, mass 1 3 2 4 against 1 2 3 4. */
     cr_assert_str_eq(slurp(a, "correlation.csv"), "metric,rho,n\nrecall_mean,0.8,4\n"
                                                   "retrieval_hit,1,4\nretained_mass,0.8,4\n");
+    cr_assert_str_eq(slurp(a, "power.csv"), "label,power,budget,accuracy\n"
+                                            "oracle,2,16,0.9\noracle,max,32,0.95\n");
     const char *const curve = slurp(a, "curve.csv");
     cr_assert(strstr(curve, "label,policy,variant,budget,metric,value\n") == curve);
     cr_assert(strstr(curve, "\noracle:power=2,oracle,power=2,16,accuracy_recall,0.9\n"));
@@ -178,7 +185,9 @@ Test(plots, bad_summaries_are_named) {
     remove_run(folder);
 }
 
+/* Tables of h2o and oracle:power=2 at 16, oracle:power=max and h2o at 32. */
 static void write_heads(const char *folder) {
+    static const char *const metric[] = {"recall", "retrieval_hit", "recall_own"};
     char path[128];
     snprintf(path, sizeof path, "%s/metrics.csv", folder);
     FILE *f = fopen(path, "w");
@@ -186,9 +195,9 @@ static void write_heads(const char *folder) {
     for (int layer = 4; layer < 7; layer++)
         for (int head = 0; head < 2; head++)
             for (int i = 0; i < 4; i++)
-                for (int metric = 0; metric < 2; metric++)
+                for (int m = 0; m < 3; m++)
                     fprintf(f, "t.h5,%d,%d,%s,%s,%d,1,%s,%g,%d\n", layer, head, rows[i].policy,
-                            rows[i].variant, rows[i].budget, metric ? "retrieval_hit" : "recall",
+                            rows[i].variant, rows[i].budget, metric[m],
                             .1 * layer + .05 * head + .01 * i, layer == 5 && head == 1 ? 9 : 2);
     fclose(f);
     snprintf(path, sizeof path, "%s/timeline.csv", folder);
@@ -201,6 +210,58 @@ static void write_heads(const char *folder) {
                     for (int t = 0; t <= u; t++)
                         fprintf(f, "%s,%s,%d,%d,%d,%d,%d,%g\n", rows[i].policy, rows[i].variant,
                                 rows[i].budget, layer, head, u, t, u - t < 2 ? 1 : .25);
+    fclose(f);
+}
+
+static FILE *table(const char *folder, const char *name, const char *columns) {
+    char path[128];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *f = fopen(path, "w");
+    cr_assert_not_null(f, "%s", path);
+    fprintf(f, "policy,variant,budget,%s\n", columns);
+    return f;
+}
+
+static void put_key(FILE *f, int i) {
+    fprintf(f, "%s,%s,%d,", rows[i].policy, rows[i].variant, rows[i].budget);
+}
+
+static void write_learned(const char *folder) {
+    static const char *const kinds[] = {"name", "value", "filler"}, *const measures[] = {
+                                                                        "next_token", "agreement",
+                                                                        "decision",
+                                                                        "decision_balanced"};
+    FILE *f = table(folder, "pattern.csv", "layer,token,kind,kept_heads");
+    for (int i = 0; i < 4; i++)
+        for (int layer = 4; layer < 7; layer++)
+            for (int t = 30; t < 40; t++) {
+                put_key(f, i);
+                fprintf(f, "%d,%d,%s,%d\n", layer, t, kinds[t % 3], (t + layer + i) % 3);
+            }
+    fclose(f);
+    f = table(folder, "evict_ratio.csv", "layer,kv_head,evict_ratio");
+    for (int i = 0; i < 4; i++)
+        for (int layer = 4; layer < 7; layer++)
+            for (int head = 0; head < 2; head++) {
+                put_key(f, i);
+                fprintf(f, "%d,%d,%g\n", layer, head, i ? .5 : .1 * layer + .1 * head);
+            }
+    fclose(f);
+    f = table(folder, "evict_kind.csv", "tokens,kind,n_token,evict_rate,base_rate");
+    for (int i = 0; i < 4; i++)
+        for (int range = 0; range < 2; range++)
+            for (int kind = 0; kind < 3; kind++) {
+                put_key(f, i);
+                fprintf(f, "%s,%s,4,%g,.4\n", range ? "all" : "last", kinds[kind],
+                        .2 + .1 * kind + .05 * i);
+            }
+    fclose(f);
+    f = table(folder, "delay.csv", "delay,measure,value");
+    for (int i = 0; i < 4; i++)
+        for (int m = 0; m < 4; m++) {
+            put_key(f, i);
+            fprintf(f, "%d,%s,%g\n", i ? 256 : 0, measures[m], .6 + .1 * m + .01 * i);
+        }
     fclose(f);
 }
 
@@ -218,17 +279,17 @@ Test(plots, pictures) {
     } pictures[] = {
         /* per policy a line and its chance, and the legend's entry for chance */
         {"recall.svg",
-         7,
+         9,
          {"Retention recall against budget", "budget (tokens kept per KV head)",
           "recall (share of the oracle's long-range keys)", "h2o", "oracle:power=2",
           "file:path=a;b", "chance"}},
         {"accuracy.svg",
-         2,
+         3,
          {"Token accuracy against budget", "budget (tokens kept per KV head)",
           "accuracy (share of recall tokens right)", "h2o", "oracle:power=2"}},
-        /* 3 panels x 2 policies with an accuracy */
+        /* 3 panels x 3 policies with an accuracy */
         {"correlation.svg",
-         6,
+         9,
          {"Which metric predicts accuracy?", "Spearman ρ = 0.80, n = 4", "Spearman ρ = 1.00, n = 4",
           "retention recall (share)", "retrieval hits (share)", "retained attention mass (share)",
           "accuracy (share of recall tokens right)", "h2o", "oracle:power=2"}},
@@ -244,12 +305,46 @@ Test(plots, pictures) {
          2,
          {"Tokens in the cache, budget 16, layer 5, KV head 1", "query (% of trace)",
           "token (% of trace)", "share of the tokens in the cache", "h2o", "oracle:power=2"}},
+        /* per policy the heads and their means, and the legend's entry for means */
+        {"recall_heads.svg",
+         5,
+         {"Recall of the policy's own target by layer and KV head, budget 16", "layer",
+          "recall (share of the target's long-range keys)", "h2o", "oracle:power=2",
+          "mean of the heads"}},
+        {"evict_ratio.svg",
+         5,
+         {"Evicted at the end by layer and KV head, budget 16", "layer",
+          "evicted (share of the tokens older than the window)", "h2o", "oracle:power=2"}},
+        /* 2 panels of cells and 3 kinds */
+        {"pattern.svg",
+         8,
+         {"Tokens in the cache at the end, budget 16", "layer", "token", "KV heads that",
+          "hold the token", "h2o", "oracle:power=2", "name", "value", "filler"}},
+        /* 2 panels of 2 policies, their base rates, and the legend's entry for these */
+        {"evict_kind.svg",
+         10,
+         {"Evicted at the end by kind of token, budget 16", "the last decidable tokens",
+          "all decidable tokens", "evicted (share of token, layer, KV head)", "name", "value",
+          "filler", "base rate", "h2o", "oracle:power=2"}},
+        /* bars and numbers of 2 policies */
+        {"delay.svg",
+         4,
+         {"Token accuracy by scorer and delay, budget 16", "share of tokens, or of decisions",
+          "next token", "keep or drop", "h2o (no delay)", "oracle:power=2 (delay 256)", "0.600",
+          "0.920"}},
+        {"power.svg",
+         2,
+         {"Token accuracy by power of the target",
+          "power of the attention probability in the target",
+          "accuracy (share of recall tokens right)", "oracle, budget 16", "oracle, budget 32",
+          "max"}},
     };
     char folder[64];
     write_run(folder, 0, ROWS);
     const char *const runs[] = {folder};
     cr_assert_eq(kv_plot_data(runs, 1, folder), KV_OK, "%s", kv_error_message());
     write_heads(folder);
+    write_learned(folder);
     cr_assert_eq(shell("plots/draw.sh '%s' svg 2>'%s/log'", folder, folder), 0, "%s",
                  slurp(folder, "log"));
     cr_assert_eq(count(slurp(folder, "log"), "warning"), 0, "%s", slurp(folder, "log"));
