@@ -107,6 +107,21 @@ static double mean_kept(const gates *g, int32_t first, int32_t end, double offse
     return queries > 0 ? kept / queries : NAN;
 }
 
+/* The middle of the gap between logits in which -offset lies: rounding of the biased gate cannot then move a token across. */
+static double centre(const gates *g, double offset) {
+    double below = -INFINITY, above = INFINITY;
+    int64_t n_lane = (int64_t)g->job->set.n_layer * g->job->set.n_kv_head;
+    for (int32_t i = 0; i < g->job->plan.n_trace; i++)
+        for (int64_t j = 0; j < n_lane * g->job->set.trace[i].n_token; j++) {
+            double x = (double)g->logit[i][j];
+            if (x + offset > 0)
+                above = fmin(above, x);
+            else
+                below = fmax(below, x);
+        }
+    return isinf(below) || isinf(above) ? offset : -(below + above) / 2;
+}
+
 /* The offset at which the mean cache on the training traces is the budget. */
 static kv_status fit_offset(const gates *g, double *offset, double *kept) {
     double low = -1e4, high = 1e4, budget = g->job->run.budget;
@@ -118,8 +133,8 @@ static kv_status fit_offset(const gates *g, double *offset, double *kept) {
         else
             high = middle;
     }
-    *offset = high;
-    *kept = mean_kept(g, 0, n, high);
+    *offset = centre(g, high);
+    *kept = mean_kept(g, 0, n, *offset);
     if (fabs(*kept - budget) <= 0.01 * budget) return KV_OK;
     return KV_FAIL(KV_E_DATA,
                    "no gate offset gives a mean cache of %.0f: the nearest is %.1f; the gate tells "
