@@ -14,6 +14,7 @@
 #include "experiments/cli.h"
 #include "experiments/results.h"
 #include "experiments/version.h"
+#include "kernels/kernels.h"
 #include "reference/core/cpu.h"
 #include "reference/core/log.h"
 #include "reference/model.h"
@@ -109,10 +110,24 @@ static json_t *libraries(void) {
     return o;
 }
 
-static json_t *machine(void) {
+/* Null for a run on the CPU. */
+static json_t *gpu_name(const json_t *identity) {
+    const char *device = json_string_value(json_object_get(identity, "device"));
+    kv_gpu *gpu = NULL;
+    kv_gpu_info info;
+    char text[192];
+    if (!device || strcmp(device, "gpu") != 0 || kv_gpu_shared(&gpu) != KV_OK) return json_null();
+    kv_gpu_describe(gpu, &info);
+    snprintf(text, sizeof text, "%s, compute capability %d.%d, %s kernels", info.name,
+             info.cc_major, info.cc_minor, info.hopper ? "wgmma" : "portable");
+    return json_string(text);
+}
+
+static json_t *machine(const json_t *identity) {
     json_t *o = json_object();
     const char *before = getenv("KV_BLAS_CORRECTED");
     json_object_set_new(o, "cpu", json_string(kv_cpu_model()));
+    json_object_set_new(o, "gpu", gpu_name(identity));
     json_object_set_new(o, "isa", json_string(kv_isa_name(kv_cpu_isa())));
     json_object_set_new(o, "threads", json_integer(kv_threads()));
     json_object_set_new(o, "openblas_core", json_string(kv_blas_core()));
@@ -144,11 +159,13 @@ json_t *kv_manifest_make(const json_t *identity, const kv_trace_info *trace, dou
     json_object_set_new(o, "config_xxh3", json_string(hex));
     json_object_set_new(o, "config", json_deep_copy(identity));
     json_object_set_new(o, "trace", json_string(trace->path));
+    json_object_set_new(o, "trace_id",
+                        trace->trace_id ? json_string(trace->trace_id) : json_null());
     json_object_set_new(o, "trace_file", file_stamp(trace->path));
     json_object_set_new(o, "command_line", json_string(kv_cli_command_line()));
     json_object_set_new(o, "build", build_of());
     json_object_set_new(o, "libraries", libraries());
-    json_object_set_new(o, "machine", machine());
+    json_object_set_new(o, "machine", machine(identity));
     if (json_object_set_new(o, "time", time_of) == 0) return o;
     json_decref(o);
     return NULL;

@@ -201,6 +201,10 @@ Test(cli, bad_input_ends_with_its_code_and_one_message) {
                   bad[i].arguments, said.err);
     }
     cr_expect_eq(count_runs(), 0, "a failed command left results behind");
+    kv_said said =
+        kv_run_command(RUN "--trace t.h5 --policy full --budget 32 --device gpu --output g");
+    cr_expect(said.code == 0 || (said.code == 69 && strstr(said.err, "kvlab: error: ")),
+              "--device gpu: exit %d, expected 0 with a GPU, 69 without: %s", said.code, said.err);
 }
 
 Test(cli, interrupt_leaves_nothing) {
