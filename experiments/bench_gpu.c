@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "experiments/bench_gpu_policy.h"
 #include "kernels/kernels.h"
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
@@ -171,7 +172,8 @@ static kv_status compare_paths(bench *b) {
         const result *r = &results[i];
         kv_gpu_buffer *buffer = *(kv_gpu_buffer **)(void *)((char *)b + r->offset);
         const size_t bytes = kv_gpu_bytes(buffer), n = bytes / r->size;
-        double difference = 0, scale = 0;
+        double difference = 0, scale = 0, worst[2] = {0, 0};
+        size_t at = 0;
         for (int path = 0; path < 2; path++) {
             KV_NEW(host[path], bytes);
             KV_TRY(kv_gpu_use_hopper(b->gpu, path == 1));
@@ -187,11 +189,17 @@ static kv_status compare_paths(bench *b) {
                 x = ((double *)(void *)host[0])[c];
                 y = ((double *)(void *)host[1])[c];
             }
-            if (x == y) continue;
-            difference = fmax(difference, isfinite(x - y) ? fabs(x - y) : INFINITY);
-            scale = fmax(scale, fabs(x));
+            scale = fmax(scale, isfinite(x) ? fabs(x) : 0);
+            if (x == y || (isnan(x) && isnan(y))) continue;
+            const double d = isfinite(x - y) ? fabs(x - y) : INFINITY;
+            if (d <= difference) continue;
+            difference = d;
+            at = c;
+            worst[0] = x;
+            worst[1] = y;
         }
-        fprintf(b->out, "  %-20s %.3g (values up to %.3g)\n", r->name, difference, scale);
+        fprintf(b->out, "  %-20s %.3g (values up to %.3g; at %zu: mma.sync %.9g, wgmma %.9g)\n",
+                r->name, difference, scale, at, worst[0], worst[1]);
         for (int path = 0; path < 2; path++) {
             free(host[path]);
             host[path] = NULL;
@@ -258,6 +266,7 @@ kv_status kv_bench_gpu(FILE *out, int32_t n_token, int32_t repeats) {
         fprintf(out, "largest difference between the two paths:\n");
         KV_TRY(compare_paths(&b));
     }
+    KV_TRY(kv_bench_gpu_policy(out, b.gpu, n_token, repeats, copy));
 out:
     bench_close(&b);
     return st;

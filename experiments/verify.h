@@ -46,5 +46,11 @@ void kv_verify_unsupported(kv_verify *v, const char *why);
 kv_status kv_verify_dense(kv_verify *v);
 kv_status kv_verify_masked(kv_verify *v);
 kv_status kv_verify_attend(kv_verify *v);
+kv_status kv_verify_select(kv_verify *v);
+kv_status kv_verify_replay(kv_verify *v);
+kv_status kv_verify_mlp(kv_verify *v);
+kv_status kv_verify_mlstm(kv_verify *v);
+kv_status kv_verify_linear(kv_verify *v);
+kv_status kv_verify_forward(kv_verify *v);
 
 #endif

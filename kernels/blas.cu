@@ -21,7 +21,10 @@ kv_status load(kv_blas *b) {
     const auto create = (decltype(&cublasCreate_v2))dlsym(library, "cublasCreate_v2");
     b->set_stream = (decltype(b->set_stream))dlsym(library, "cublasSetStream_v2");
     b->gemm = (decltype(b->gemm))dlsym(library, "cublasGemmEx");
-    if (!create || !b->set_stream || !b->gemm || create(&b->handle) != CUBLAS_STATUS_SUCCESS)
+    b->gemm_batched =
+        (decltype(b->gemm_batched))dlsym(library, "cublasGemmStridedBatchedEx");
+    if (!create || !b->set_stream || !b->gemm || !b->gemm_batched ||
+        create(&b->handle) != CUBLAS_STATUS_SUCCESS)
         return KV_FAIL(KV_E_UNAVAILABLE, "libcublas was found but cannot be used");
     return KV_OK;
 }

@@ -13,6 +13,13 @@ struct kv_blas {
                            const void *alpha, const void *a, cudaDataType a_type, int lda,
                            const void *b, cudaDataType b_type, int ldb, const void *beta, void *c,
                            cudaDataType c_type, int ldc, cublasComputeType_t, cublasGemmAlgo_t);
+    cublasStatus_t (*gemm_batched)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int m,
+                                   int n, int k, const void *alpha, const void *a,
+                                   cudaDataType a_type, int lda, long long a_stride, const void *b,
+                                   cudaDataType b_type, int ldb, long long b_stride,
+                                   const void *beta, void *c, cudaDataType c_type, int ldc,
+                                   long long c_stride, int count, cublasComputeType_t,
+                                   cublasGemmAlgo_t);
 };
 
 // The process's handle on the device's stream. KV_E_UNAVAILABLE when libcublas is not found.

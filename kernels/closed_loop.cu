@@ -3,7 +3,7 @@
 // A set of decisions (one KV head, or the heads of a layer) belongs to one cluster of blocks. Global slot g lives in block g % n_block
 // and keeps its place while its key changes. Keys stay in shared memory as far as it reaches; the others are read where the document
 // has them, by the position that the slot holds. Per query:
-//     logits of the block's slots against all query heads of the set          eight threads share a key, queries in registers
+//     logits of the block's slots against all query heads of the set          mma.sync, 16 slots by 8 heads; fp32 keys by fma
 //     (maximum, sum) of each row  -> every block of the cluster               exchange 1, through distributed shared memory
 //     p = exp(l - max) / sum, statistic A, least A with its position          one thread per slot
 //     (A, position, slot) of each warp -> every block of the cluster          exchange 2; all agree on the victim
@@ -11,11 +11,12 @@
 // Both exchanges carry their data on one mbarrier per block, so a query costs two one-way trips and no cluster barrier. Their
 // buffers alternate: a block is never more than one exchange ahead, because each needs a part from every block.
 //
-// fp32 logits and exponentials, double sums and statistic, as on the CPU; only the order of the sums differs, so decisions agree
-// except where two A are closer than rounding. Lockstep mode follows given victims and reports how far each was from the least A.
+// Products of half and bfloat16 are exact, sums of logits fp32, exponentials fp32, their sums and the statistic double, as on the
+// CPU; only the order of the sums differs, so decisions agree except where two A are closer than rounding. Lockstep mode follows given victims and reports how far each was from the least A.
 #include <algorithm>
+#include <climits>
 
-#include "kernels/device.cuh"
+#include "kernels/portable.cuh"
 
 namespace {
 
@@ -125,31 +126,6 @@ __device__ void copy16(void *to, const void *from) {
                  : "memory");
 }
 
-template <class T> __device__ void widen(uint4 raw, float *x);
-template <> __device__ void widen<float>(uint4 raw, float *x) {
-    x[0] = __uint_as_float(raw.x);
-    x[1] = __uint_as_float(raw.y);
-    x[2] = __uint_as_float(raw.z);
-    x[3] = __uint_as_float(raw.w);
-}
-template <> __device__ void widen<__nv_bfloat16>(uint4 raw, float *x) {
-    const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        x[2 * i] = __uint_as_float(w[i] << 16);
-        x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
-    }
-}
-template <> __device__ void widen<__half>(uint4 raw, float *x) {
-    const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 f = __half22float2(*reinterpret_cast<const __half2 *>(&w[i]));
-        x[2 * i] = f.x;
-        x[2 * i + 1] = f.y;
-    }
-}
-
 // Sums x[0..ROWS) over the eight threads that share a key. Each gets the total of one row; returns which.
 template <int ROWS> __device__ int share_sum(float (&x)[ROWS], float *total) {
     const int lane = (int)threadIdx.x % 32;
@@ -174,34 +150,62 @@ template <int ROWS> __device__ int share_sum(float (&x)[ROWS], float *total) {
     return row;
 }
 
-__device__ candidate better(candidate x, candidate y) {
+// Among equal statistics the newest key leaves.
 #ifdef KV_BREAK_CLOSED_LOOP
-    const bool second = y.slot >= 0 && (x.slot < 0 || y.a < x.a || (y.a == x.a && y.time < x.time));
+constexpr int NEWEST = -1;
 #else
-    const bool second = y.slot >= 0 && (x.slot < 0 || y.a < x.a || (y.a == x.a && y.time > x.time));
+constexpr int NEWEST = 1;
 #endif
+
+__device__ candidate better(candidate x, candidate y) {
+    const bool newer = NEWEST * y.time > NEWEST * x.time;
+    const bool second = y.slot >= 0 && (x.slot < 0 || y.a < x.a || (y.a == x.a && newer));
     return second ? y : x;
 }
 
+// The best of a warp, in all lanes. A is never negative, so its bits order like an integer.
 __device__ candidate best_of_warp(candidate x) {
+    const uint64_t bits = x.slot >= 0 ? (uint64_t)__double_as_longlong(x.a) : ~0ull;
+    const uint32_t high = (uint32_t)(bits >> 32), low = (uint32_t)bits;
+    const uint32_t least_high = __reduce_min_sync(~0u, high);
+    bool in = high == least_high;
+    const uint32_t least_low = __reduce_min_sync(~0u, in ? low : ~0u);
+    in = in && low == least_low;
+    const int time = NEWEST * __reduce_max_sync(~0u, in ? NEWEST * x.time : -INT_MAX);
+    in = in && x.time == time;
+    const int from = __ffs((int)__ballot_sync(~0u, in)) - 1;
+    return {__longlong_as_double((int64_t)((uint64_t)least_high << 32 | least_low)), time,
+            __shfl_sync(~0u, x.slot, from)};
+}
+
+// Largest of a warp, in all lanes.
+__device__ float top_of_warp(float x) {
+    const uint32_t b = __float_as_uint(x);
+    const uint32_t top = __reduce_max_sync(~0u, b & 0x80000000u ? ~b : b | 0x80000000u);
+    return __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
+}
+
+__device__ double sum_of_warp(double x) {
 #pragma unroll
-    for (int d = 16; d > 0; d /= 2)
-        x = better(x, {__shfl_xor_sync(~0u, x.a, d), __shfl_xor_sync(~0u, x.time, d),
-                       __shfl_xor_sync(~0u, x.slot, d)});
+    for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
     return x;
 }
 
 __device__ uint4 pack(const void *x) { return *static_cast<const uint4 *>(x); }
 
+// ROWS: query heads that a thread works on at once, fp32 only.
 template <class T, int D, int ROWS> struct loop {
-    static constexpr int VECTOR = 16 / (int)sizeof(T), LOADS = D / SHARE / VECTOR;
-    static constexpr int AHEAD =
-        sizeof(T) * D * ROWS > 1024 ? 1 : 2; // keys in work; registers bound it
+    static constexpr int VECTOR = 16 / (int)sizeof(T);
     const loop_args &a;
     char *shared, *slots;
     int block, set, rows;
 
     __device__ T *keys() const { return reinterpret_cast<T *>(shared + a.at.keys); }
+    // 16 bytes of a key that stays: halves of odd rows are exchanged, so that the rows of a matrix fragment meet different banks.
+    __device__ T *chunk(int member, int slot, int i) const {
+        const int place = sizeof(T) == 2 ? i ^ (slot & 1) << 2 : i;
+        return keys() + (member * a.resident + slot) * D + place * VECTOR;
+    }
     __device__ T *q(int u) const { // queries of position u, [rows][D]
         return reinterpret_cast<T *>(shared + a.at.q) + (size_t)(u & 1) * (size_t)(rows * D);
     }
@@ -234,8 +238,9 @@ template <class T, int D, int ROWS> struct loop {
     }
 
     // Logits of slots [0, n): all rows. Slot `at` holds the newcomer, whose key is still in the stage. STREAM: some keys are read from
-    // the document; without it every load is known to be from shared memory.
-    template <bool STREAM> __device__ void logits(int u, int n, int at) const {
+    // the document; without it every load is known to be from shared memory. fp32: eight threads share a key, fma.
+    template <bool STREAM> __device__ void logits_fma(int u, int n, int at) const {
+        constexpr int LOADS = D / SHARE / 4;
         const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, part = lane % SHARE;
         const int per_member = (a.group + ROWS - 1) / ROWS, n_work = a.members * per_member;
         const int team = max(1, WARPS / n_work),
@@ -243,17 +248,16 @@ template <class T, int D, int ROWS> struct loop {
         const int step = team * (32 / SHARE), start = warp % team * (32 / SHARE) + lane / SHARE;
         for (int work = warp / team; work < n_work && warp / team < n_team; work += n_team) {
             const int member = work / per_member, first = work % per_member * ROWS;
-            float x[ROWS][LOADS * VECTOR];
+            float4 x[ROWS][LOADS];
 #pragma unroll
             for (int r = 0; r < ROWS; r++)
 #pragma unroll
                 for (int c = 0; c < LOADS; c++) {
                     const int row = member * a.group + min(first + r, a.group - 1);
-                    widen<T>(pack(q(u) + row * D + (c * SHARE + part) * VECTOR), &x[r][c * VECTOR]);
+                    x[r][c] = reinterpret_cast<const float4 *>(q(u) + row * D)[c * SHARE + part];
                 }
             // All threads of a warp stay in the loop: the sums are formed across threads.
             const int rounds = (n + step - 1) / step;
-#pragma unroll AHEAD
             for (int round = 0; round < rounds; round++) {
                 const int slot = min(start + round * step, n - 1);
                 const T *key =
@@ -263,23 +267,86 @@ template <class T, int D, int ROWS> struct loop {
                 float sum[ROWS] = {};
 #pragma unroll
                 for (int c = 0; c < LOADS; c++) {
-                    float y[VECTOR];
-                    widen<T>(pack(key + (c * SHARE + part) * VECTOR), y);
+                    const float4 y = reinterpret_cast<const float4 *>(key)[c * SHARE + part];
 #pragma unroll
-                    for (int i = 0; i < VECTOR; i++)
-#pragma unroll
-                        for (int r = 0; r < ROWS; r++)
-                            sum[r] = fmaf(x[r][c * VECTOR + i], y[i], sum[r]);
+                    for (int r = 0; r < ROWS; r++) {
+                        sum[r] = fmaf(x[r][c].x, y.x, sum[r]);
+                        sum[r] = fmaf(x[r][c].y, y.y, sum[r]);
+                        sum[r] = fmaf(x[r][c].z, y.z, sum[r]);
+                        sum[r] = fmaf(x[r][c].w, y.w, sum[r]);
+                    }
                 }
                 float total;
                 const int r = share_sum<ROWS>(sum, &total);
-                if (part % (SHARE / ROWS) == 0 && first + r < a.group && start + round * step < n) {
-                    total *= a.scale;
-                    if (a.softcap > 0) total = a.softcap * tanhf(total / a.softcap);
-                    logit()[(member * a.group + first + r) * a.pitch + slot] = total;
+                if (part % (SHARE / ROWS) == 0 && first + r < a.group && start + round * step < n)
+                    logit()[(member * a.group + first + r) * a.pitch + slot] = capped(total);
+            }
+        }
+    }
+
+    // Half and bfloat16: matrix products, 16 slots by 8 heads. A thread holds, of rows lane/4 and lane/4 + 8 and of one head, 8 neighbouring
+    // columns of every 32: they act as columns 2t, 2t+1, 2t+8, 2t+9 of two 16-wide steps, in keys and queries alike.
+    template <bool STREAM> __device__ void logits_tensor(int u, int n, int at) const {
+        constexpr int BLOCKS = D / 32;
+        const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, row = lane / 4,
+                  t = lane % 4;
+        const int per_member = (a.group + 7) / 8, n_work = a.members * per_member;
+        const int team = max(1, WARPS / n_work), n_team = WARPS / team;
+        const int n_tile = (n + 15) / 16;
+        for (int work = warp / team; work < n_work && warp / team < n_team; work += n_team) {
+            const int member = work / per_member, first = work % per_member * 8;
+            uint4 x[BLOCKS];
+#pragma unroll
+            for (int c = 0; c < BLOCKS; c++)
+                x[c] = pack(q(u) + (member * a.group + min(first + row, a.group - 1)) * D + 32 * c +
+                            8 * t);
+            for (int tile = warp % team; tile < n_tile; tile += team) {
+                uint4 y[2][BLOCKS];
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const int slot = min(16 * tile + row + 8 * r, n - 1);
+                    const bool stays = slot != at;
+                    const int flip = stays ? slot & 1 : 0; // as chunk() places it
+                    const T *key =
+                        stays ? keys() + (member * a.resident + slot) * D : fresh(u) + member * D;
+                    if (STREAM && 16 * tile >= a.resident) {
+                        if (stays) key = document_key(member, time()[slot]);
+#pragma unroll
+                        for (int c = 0; c < BLOCKS; c++) y[r][c] = pack(key + 32 * c + 8 * t);
+                    } else {
+#pragma unroll
+                        for (int c = 0; c < BLOCKS; c++)
+                            y[r][c] = pack(key + (32 * c + 8 * t ^ flip * 32));
+                    }
+                }
+                float sum[4] = {};
+#pragma unroll
+                for (int c = 0; c < BLOCKS; c++) {
+                    const uint32_t even[4] = {y[0][c].x, y[1][c].x, y[0][c].y, y[1][c].y};
+                    const uint32_t odd[4] = {y[0][c].z, y[1][c].z, y[0][c].w, y[1][c].w};
+                    portable::mma16(sum, even, x[c].x, x[c].y, T());
+                    portable::mma16(sum, odd, x[c].z, x[c].w, T());
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int head = first + 2 * t + i % 2, slot = 16 * tile + row + i / 2 * 8;
+                    if (head < a.group && slot < n)
+                        logit()[(member * a.group + head) * a.pitch + slot] = capped(sum[i]);
                 }
             }
         }
+    }
+
+    template <bool STREAM> __device__ void all_logits(int u, int n, int at) const {
+        if constexpr (sizeof(T) == 2)
+            logits_tensor<STREAM>(u, n, at);
+        else
+            logits_fma<STREAM>(u, n, at);
+    }
+
+    __device__ float capped(float product) const {
+        product *= a.scale;
+        return a.softcap > 0 ? a.softcap * tanhf(product / a.softcap) : product;
     }
 
     // Maximum and sum of slots [0, n) of the rows of this warp -> all blocks.
@@ -290,13 +357,11 @@ template <class T, int D, int ROWS> struct loop {
             const float *l = logit() + r * a.pitch;
             float top = -INFINITY;
             for (int s = share * 32 + lane; s < n; s += per_row * 32) top = fmaxf(top, l[s]);
-#pragma unroll
-            for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            top = top_of_warp(top);
             double sum = 0;
             for (int s = share * 32 + lane; s < n; s += per_row * 32)
                 sum += (double)expf(l[s] - top);
-#pragma unroll
-            for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+            sum = sum_of_warp(sum);
             const __align__(16) row_part mine = {top, 0, sum};
             publish(parts + (r * a.n_block + block) * per_row + share, pack(&mine), barrier,
                     a.n_block);
@@ -310,12 +375,10 @@ template <class T, int D, int ROWS> struct loop {
             const row_part *p = parts + r * n;
             float top = -INFINITY;
             for (int i = lane; i < n; i += 32) top = fmaxf(top, p[i].top);
-#pragma unroll
-            for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            top = top_of_warp(top);
             double sum = 0;
             for (int i = lane; i < n; i += 32) sum += p[i].sum * (double)expf(p[i].top - top);
-#pragma unroll
-            for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+            sum = sum_of_warp(sum);
             if (lane == 0) total[r] = {1 / sum, top, (float)(sum * 0x1p-126)};
         }
     }
@@ -360,9 +423,9 @@ template <class T, int D, int ROWS> struct loop {
         constexpr int per_row = D / VECTOR;
         if (at < 0 || at >= a.resident) return;
         for (int i = (int)threadIdx.x; i < a.members * per_row; i += THREADS) {
-            const int member = i / per_row, c = i % per_row * VECTOR;
-            *reinterpret_cast<uint4 *>(keys() + (member * a.resident + at) * D + c) =
-                pack(fresh(u) + member * D + c);
+            const int member = i / per_row, c = i % per_row;
+            *reinterpret_cast<uint4 *>(chunk(member, at, c)) =
+                pack(fresh(u) + member * D + c * VECTOR);
         }
     }
 
@@ -376,10 +439,9 @@ template <class T, int D, int ROWS> struct loop {
         }
         const int kept = min(n, a.resident);
         for (int i = (int)threadIdx.x; i < a.members * kept * per_row; i += THREADS) {
-            const int member = i / per_row / kept, slot = i / per_row % kept,
-                      c = i % per_row * VECTOR;
-            *reinterpret_cast<uint4 *>(keys() + (member * a.resident + slot) * D + c) =
-                pack(document_key(member, slot * a.n_block + block) + c);
+            const int member = i / per_row / kept, slot = i / per_row % kept, c = i % per_row;
+            *reinterpret_cast<uint4 *>(chunk(member, slot, c)) =
+                pack(document_key(member, slot * a.n_block + block) + c * VECTOR);
         }
     }
 
@@ -408,9 +470,9 @@ template <class T, int D, int ROWS> struct loop {
             announce(&barrier[0], n_part * 16, a.n_block);
             if (u >= a.budget) announce(&barrier[1], kinds * n_best * 16, a.n_block);
             if (a.resident < a.n_slot)
-                logits<true>(u, n, at);
+                all_logits<true>(u, n, at);
             else
-                logits<false>(u, n, at);
+                all_logits<false>(u, n, at);
             keep_fresh(u, at);
             __syncthreads();
             row_part *p = parts + (u & 1) * n_part;
@@ -492,16 +554,14 @@ __global__ void never_kernel(int32_t *evict_at, size_t n) {
 
 typedef void kernel_fn(loop_args);
 
-template <class T> kernel_fn *kernel_of(int d, int group) {
-    if (d == 64) return group <= 2 ? loop_kernel<T, 64, 2> : loop_kernel<T, 64, 4>;
-    return group <= 2 ? loop_kernel<T, 128, 2> : loop_kernel<T, 128, 4>;
-}
-
 kernel_fn *kernel_of(const kv_gpu_span *s) {
-    const int group = s->n_q_head / s->n_kv_head;
-    if (s->type == KV_F16) return kernel_of<__half>(s->head_dim, group);
-    if (s->type == KV_BF16) return kernel_of<__nv_bfloat16>(s->head_dim, group);
-    return kernel_of<float>(s->head_dim, group);
+    const bool wide = s->head_dim == 128;
+    if (s->type == KV_F16) return wide ? loop_kernel<__half, 128, 1> : loop_kernel<__half, 64, 1>;
+    if (s->type == KV_BF16)
+        return wide ? loop_kernel<__nv_bfloat16, 128, 1> : loop_kernel<__nv_bfloat16, 64, 1>;
+    if (s->n_q_head / s->n_kv_head > 2)
+        return wide ? loop_kernel<float, 128, 4> : loop_kernel<float, 64, 4>;
+    return wide ? loop_kernel<float, 128, 2> : loop_kernel<float, 64, 2>;
 }
 
 // Shares the slots among n_block blocks and the memory of a block among its arrays.
@@ -539,6 +599,7 @@ void arrange(const kv_gpu_span *s, size_t limit, int n_block, loop_args *a) {
     }
     const size_t left = limit > fixed ? limit - fixed : 0;
     a->resident = (int)std::min((size_t)a->n_slot, left / (size_t)key);
+    if (a->resident < a->n_slot) a->resident = a->resident / 16 * 16; // whole matrix tiles
     l->bytes = next + a->resident * key;
 }
 
@@ -584,15 +645,22 @@ void choose(const kv_gpu_span *s, kernel_fn *kernel, int n_set, loop_args *best)
     const kv_gpu *g = s->gpu;
     double least = INFINITY;
     loop_args a = *best;
-    for (int n_block = 1; n_block <= (g->cc_major >= 9 ? 16 : 1); n_block *= 2) {
+    // The portable path of a Hopper GPU does what older ones do.
+    const int most = g->cc_major > 9 || g->hopper ? 16 : 1;
+#ifdef KV_LOOP_BLOCKS
+    for (int n_block = KV_LOOP_BLOCKS; n_block == KV_LOOP_BLOCKS; n_block *= 2) {
+#else
+    for (int n_block = 1; n_block <= most; n_block *= 2) {
+#endif
         arrange(s, g->shared_limit, n_block, &a);
         const int at_once = clusters_at_once(g, kernel, a, n_set);
         if (at_once == 0 || shared_bytes(a) > g->shared_limit) continue;
         const double pairs = (double)a.n_slot * a.members;
         const double bytes =
             (double)(a.n_slot - a.resident) * a.members * s->head_dim * (s->type == KV_F32 ? 4 : 2);
-        const double products = pairs * kv_div_up(a.group, 4) * 4 * s->head_dim / 100;
-        const double wait = n_block == 1 ? 800 : 2000;
+        const double products = s->type == KV_F32 ? pairs * a.group * s->head_dim / 40
+                                                  : pairs * kv_div_up(a.group, 8) * 2;
+        const double wait = n_block == 1 ? 1500 : 3000;
         const double clocks = kv_div_up(n_set, at_once) * (std::max(products, bytes / 32) + wait);
         if (clocks < least) {
             least = clocks;

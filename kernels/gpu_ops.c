@@ -188,6 +188,8 @@ kv_status kv_gpu_ops(const kv_ops **out) {
         table.attend = attend;
         table.select = kv_gpu_ops_select;
         table.replay_attention = kv_gpu_ops_replay_attention;
+        table.mlp_scores = kv_gpu_ops_mlp_scores;
+        table.mlstm_scores = kv_gpu_ops_mlstm_scores;
         table.linear = kv_gpu_ops_linear;
         table.forward = kv_gpu_ops_forward;
         *out = &table;

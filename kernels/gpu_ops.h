@@ -23,6 +23,8 @@ kv_status kv_gpu_ops_select(const kv_span *span, const kv_run *run, const float 
                             int32_t *evict_at);
 kv_status kv_gpu_ops_replay_attention(const kv_span *span, const kv_attention_rule *rule,
                                       int32_t budget, int32_t *evict_at);
+kv_status kv_gpu_ops_mlp_scores(const kv_policy_input *input, float *rhat);
+kv_status kv_gpu_ops_mlstm_scores(const kv_policy_input *input, float *rhat);
 kv_status kv_gpu_ops_linear(int32_t m, int32_t n, int32_t k, const float *a, kv_dtype w_type,
                             const void *w, float *c);
 kv_status kv_gpu_ops_forward(const kv_model *model, const int32_t *token, const int32_t *position,

@@ -63,6 +63,42 @@ out:
     return st == KV_OK ? st : kv_error_context(st, "layer %d", span->layer_id);
 }
 
+static kv_status scores_locked(kv_gpu *g, const kv_scorer *s, const kv_span *span, float *rhat) {
+    kv_status st = KV_OK;
+    enum { K, V, HIDDEN, RHAT, BUFFERS };
+    kv_gpu_buffer *b[BUFFERS] = {NULL};
+    const size_t rows = (size_t)span->n_kv_head, n = (size_t)span->n_token,
+                 stride = (size_t)span->stride, d = (size_t)span->head_dim;
+    KV_TRY(kv_gpu_ops_send(span->k, rows, n * d, stride * d, &b[K]));
+    KV_TRY(kv_gpu_ops_send(span->v, rows, n * d, stride * d, &b[V]));
+    if (s->spec.n_hidden)
+        KV_TRY(kv_gpu_ops_send(span->hidden, 1, n * (size_t)span->d_model,
+                               n * (size_t)span->d_model, &b[HIDDEN]));
+    KV_TRY(kv_gpu_new(g, rows * n * 4, &b[RHAT]));
+    KV_TRY(kv_gpu_scores(g, s, span->n_token, b[K], b[V], b[HIDDEN], b[RHAT]));
+    KV_TRY(fetch(b[RHAT], rows, n, stride, rhat));
+out:
+    return kv_gpu_ops_free(st, b, BUFFERS);
+}
+
+static kv_status scores(const kv_policy_input *input, const char *policy, float *rhat) {
+    kv_scorer s;
+    kv_status st = kv_scorer_open(input, policy, &s);
+    if (st != KV_OK) return st;
+    st = scores_locked(kv_gpu_ops_enter(), &s, input->span, rhat);
+    kv_gpu_ops_leave();
+    kv_scorer_close(&s);
+    return st;
+}
+
+kv_status kv_gpu_ops_mlp_scores(const kv_policy_input *input, float *rhat) {
+    return scores(input, "kvpop_mlp", rhat);
+}
+
+kv_status kv_gpu_ops_mlstm_scores(const kv_policy_input *input, float *rhat) {
+    return scores(input, "kvpop", rhat);
+}
+
 kv_status kv_gpu_ops_linear(int32_t m, int32_t n, int32_t k, const float *a, kv_dtype w_type,
                             const void *w, float *c) {
     kv_status st = KV_OK;

@@ -10,6 +10,7 @@
 #define KV_KERNELS_H
 
 #include "reference/ops.h"
+#include "reference/scorer.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -105,6 +106,11 @@ kv_status kv_gpu_attend(const kv_gpu_span *s, const kv_gpu_plan *plan, bool exac
  * int32. Heads of several layers may lie one after another. */
 kv_status kv_gpu_select(kv_gpu *g, int32_t n_head, int32_t n_token, const kv_run *run,
                         const kv_gpu_buffer *priority, kv_gpu_buffer *evict_at);
+
+/* Scores of every token (kv_mlp_scores, kv_mlstm_scores): k, v [n_kv_head][n_token][head_dim] fp32, hidden [n_token][n_hidden] fp32
+ * or NULL when the network does not read it -> rhat [n_kv_head][n_token] fp32. */
+kv_status kv_gpu_scores(kv_gpu *g, const kv_scorer *s, int32_t n_token, const kv_gpu_buffer *k,
+                        const kv_gpu_buffer *v, const kv_gpu_buffer *hidden, kv_gpu_buffer *rhat);
 
 /* C[m][n] = A[m][k] W[n][k]^T in fp32 (kv_linear). W is a host array in its stored format; its fp32 copy stays on the device and is
  * known again by address, size and content. KV_E_UNAVAILABLE without libcublas. */

@@ -75,6 +75,10 @@ kv_status kv_gpu_select(kv_gpu *g, int32_t n_head, int32_t n_token, const kv_run
                         const kv_gpu_buffer *priority, kv_gpu_buffer *evict_at) {
     return unavailable();
 }
+kv_status kv_gpu_scores(kv_gpu *g, const kv_scorer *s, int32_t n_token, const kv_gpu_buffer *k,
+                        const kv_gpu_buffer *v, const kv_gpu_buffer *hidden, kv_gpu_buffer *rhat) {
+    return unavailable();
+}
 kv_status kv_gpu_linear(kv_gpu *g, int32_t m, int32_t n, int32_t k, const kv_gpu_buffer *a,
                         kv_dtype w_type, const void *w, kv_gpu_buffer *c) {
     return unavailable();

@@ -4,7 +4,7 @@
 // go through one device-wide radix sort by (head, key). Stability gives the tie rule: equal priorities keep the order of t.
 //
 // Cutoffs: arrival a is token sinks + a, eligible from query sinks + a + window on. The first k arrivals are kept without a choice.
-// The others are cut into pieces, one warp each. What a piece must know about the past is which ranks have arrived: a bitmap; the
+// The others are cut into pieces, one warp each, shorter where the cutoff moves more often. What a piece must know about the past is which ranks have arrived: a bitmap; the
 // cutoff at its start is the bitmap's k-th set bit, and bits above the cutoff are never looked at again. So pieces are independent,
 // and inside a piece the pointer of maths.md 3.6 walks, 32 arrivals at a time: an arrival worse than the cutoff never moves it.
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, ITEMS = 32, SMALL = THREADS * ITEMS;
+constexpr int THREADS = 1024, WARPS = THREADS / 32, ITEMS = 16, SMALL = THREADS * ITEMS;
 constexpr int DIGIT_BITS = 8, DIGITS = 1 << DIGIT_BITS, PASSES = 32 / DIGIT_BITS;
 constexpr int COUNT_STRIDE =
     WARPS + 2; // an odd number of words, so that digits meet different banks
@@ -232,13 +232,14 @@ __device__ int kth_set_bit(const uint32_t *bits, int k) {
 }
 
 // Arrivals [first, end) of one head; bits: ranks that arrived before, at least k of them.
+template <bool TAU>
 __device__ void walk(const cutoff_args &a, const int32_t *rank, const int32_t *at,
                      int32_t *evict_at, int32_t *tau, uint32_t *bits, int first, int end) {
     const int lane = (int)threadIdx.x % 32;
     int cut = kth_set_bit(bits, a.k), here = cut / 32; // worst kept rank, its word
     uint32_t word = bits[here];
     int next = first + lane < end ? rank[a.sinks + first + lane] : INT_MAX;
-    if (tau && first == a.k && lane == 0) tau[a.sinks + a.window + first - 1] = cut;
+    if (TAU && first == a.k && lane == 0) tau[a.sinks + a.window + first - 1] = cut;
     for (int base = first; base < end; base += 32) {
         const int arrival = base + lane, x = next, q = a.sinks + a.window + arrival;
         const bool valid = arrival < end;
@@ -262,24 +263,27 @@ __device__ void walk(const cutoff_args &a, const int32_t *rank, const int32_t *a
             uint32_t below = word & ((1u << cut % 32) - 1);
             while (!below) below = word = bits[--here];
             cut = here * 32 + 31 - __clz((int)below);
-            if (lane >= j) after = cut;
+            if (TAU && lane >= j) after = cut;
         }
         if (valid) {
             evict_at[at[leaves]] = q;
-            if (tau) tau[q] = after;
+            if (TAU) tau[q] = after;
         }
     }
 }
 
 // blockIdx = (group of blockDim/32 pieces, head). Shared: a bitmap of `words` words per warp, words a multiple of 32.
+template <bool TAU>
 __global__ void __launch_bounds__(PIECE_WARPS * 32) cutoff_kernel(cutoff_args a) {
     extern __shared__ __align__(16) uint32_t bitmap[];
     const int warps = (int)blockDim.x / 32, warp = (int)threadIdx.x / 32,
               lane = (int)threadIdx.x % 32;
     const size_t head = (size_t)blockIdx.y * (size_t)a.n;
     const int32_t *rank = a.rank + head;
-    const auto start = [&](int piece) {
-        return a.k + (int)((int64_t)(a.arrivals - a.k) * piece / PIECES);
+    // Priorities in random order move the cutoff at arrival x with probability k/x, rising ones at every arrival: pieces whose
+    // length grows from half to one and a half of the mean serve both.
+    const auto start = [&](int64_t i) {
+        return a.k + (int)((a.arrivals - a.k) * i * (i + PIECES) / (2 * PIECES * PIECES));
     };
     const int piece = (int)blockIdx.x * warps + warp;
     const int block_first = start((int)blockIdx.x * warps);
@@ -290,6 +294,7 @@ __global__ void __launch_bounds__(PIECE_WARPS * 32) cutoff_kernel(cutoff_args a)
         const int x = rank[a.sinks + arrival];
         atomicOr(&bits[x / 32], 1u << x % 32);
     };
+#pragma unroll 8
     for (int i = (int)threadIdx.x; i < block_first; i += (int)blockDim.x) insert(bitmap, i);
     if (warp + 1 < warps) // what arrives in this piece is known to the next
         for (int i = first + lane; i < end; i += 32) insert(bitmap + (warp + 1) * a.words, i);
@@ -300,8 +305,8 @@ __global__ void __launch_bounds__(PIECE_WARPS * 32) cutoff_kernel(cutoff_args a)
     }
     __syncthreads();
     if (first < end || piece == 0) // the first piece also gives the cutoff of the first full set
-        walk(a, rank, a.at + head, a.evict_at + head, a.tau ? a.tau + head : nullptr,
-             bitmap + warp * a.words, first, end);
+        walk<TAU>(a, rank, a.at + head, a.evict_at + head, a.tau ? a.tau + head : nullptr,
+                  bitmap + warp * a.words, first, end);
 }
 
 } // namespace
@@ -338,9 +343,10 @@ kv_status kv_cutoff_device(kv_gpu *g, int32_t n_head, int32_t n, const kv_run *r
     if (a.arrivals < a.k || (a.arrivals == a.k && !tau)) return KV_OK;
     int warps = PIECE_WARPS;
     while (warps > 1 && (size_t)warps * bitmap > g->shared_limit) warps /= 2;
-    KV_RETURN(kv_allow_shared(g, cutoff_kernel, (size_t)warps * bitmap));
-    cutoff_kernel<<<dim3((unsigned)(PIECES / warps), (unsigned)n_head), (unsigned)warps * 32,
-                    (size_t)warps * bitmap, g->stream>>>(a);
+    const auto kernel = tau ? cutoff_kernel<true> : cutoff_kernel<false>;
+    KV_RETURN(kv_allow_shared(g, kernel, (size_t)warps * bitmap));
+    kernel<<<dim3((unsigned)(PIECES / warps), (unsigned)n_head), (unsigned)warps * 32,
+             (size_t)warps * bitmap, g->stream>>>(a);
     KV_CUDA(cudaGetLastError());
     return KV_OK;
 }
