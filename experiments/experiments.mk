@@ -22,7 +22,7 @@ $(BUILD)/experiments/version.o: CPPFLAGS += -I$(BUILD)
 FORCE:
 
 # `make` reads package flags while it starts, so everything that needs a build calls make again once the packages are there.
-.PHONY: build trace experiment evaluate sweep plots train bench verify test asan clean format-check ci
+.PHONY: build trace experiment evaluate sweep plots train finding bench verify test asan clean format-check ci
 build: setup
 	$(AGAIN) kvlab
 
@@ -71,6 +71,11 @@ TRAIN_FILES   = $(patsubst %,traces/data/reasoning-$(LENGTH)-s%.h5,$(shell seq 2
 train: build
 	@+$(MAKE) -s --no-print-directory -j1 $(TRAIN_FILES)
 	@./kvlab train --policy '$(TRAIN_POLICY)' --budget '$(BUDGET)' --device $(DEVICE) $(SETS) --trace $(TRAIN_FILES)
+
+#: make finding [OUT= JOBS= THREADS_PER_RUN= DEVICE=]
+#:                                         train and evaluate what experiments/finding/README.md compares
+finding: build
+	@JOBS='$(if $(filter file,$(origin JOBS)),1,$(JOBS))' DEVICE='$(DEVICE)' experiments/finding/run.sh $(OUT)
 
 #: make bench                              time of the kernels against this machine's ceiling
 bench: build
