@@ -38,17 +38,47 @@ static int remove_one(const char *path, const struct stat *info, int kind, struc
 
 static void remove_tree(const char *path) { nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
 
+/* An older result has all three; one alone is no sign of kvlab, and the folder is about to be deleted. */
+static bool is_result(const char *target) {
+    static const char *const file[] = {"manifest.json", "summary.json", "metrics.csv"};
+    char path[PATH_MAX + 32];
+    for (size_t i = 0; i < sizeof file / sizeof *file; i++) {
+        snprintf(path, sizeof path, "%s/%s", target, file[i]);
+        if (access(path, F_OK) != 0) return false;
+    }
+    return true;
+}
+
 /* Nothing there, an empty folder, or an older result. */
-static bool replaceable(const char *target) {
-    char manifest[PATH_MAX];
+static kv_status check_target(const char *target) {
     struct stat info;
-    if (lstat(target, &info) != 0) return errno == ENOENT;
-    snprintf(manifest, sizeof manifest, "%s/manifest.json", target);
-    if (access(manifest, F_OK) == 0) return true;
-    return S_ISDIR(info.st_mode) && rmdir(target) == 0;
+    if (lstat(target, &info) != 0) {
+        if (errno == ENOENT) return KV_OK;
+        return KV_FAIL(KV_E_CANTCREATE, "cannot write results to %s: %s", target, strerror(errno));
+    }
+    if (is_result(target) || (S_ISDIR(info.st_mode) && rmdir(target) == 0)) return KV_OK;
+    return KV_FAIL(KV_E_CANTCREATE,
+                   "cannot write results to %s: something else is there (not the manifest.json, "
+                   "summary.json and metrics.csv of an earlier run); name a new folder",
+                   target);
+}
+
+/* Process ids come again, above all in containers, and a killed run leaves its folder: hence the number. */
+static kv_status make_temporary(kv_staging *s) {
+    enum { TRIES = 1000 };
+    for (int i = 0; i < TRIES; i++) {
+        snprintf(s->folder, sizeof s->folder, "%s.tmp-%d-%d", s->target, (int)getpid(), i);
+        if (mkdir(s->folder, 0777) == 0) return KV_OK;
+        if (errno != EEXIST) break;
+    }
+    kv_status st =
+        KV_FAIL(KV_E_CANTCREATE, "cannot create results folder %s: %s", s->folder, strerror(errno));
+    s->folder[0] = '\0';
+    return st;
 }
 
 kv_status kv_staging_open(kv_staging *s, const char *target) {
+    kv_status st = KV_OK;
     char parent[PATH_MAX];
     size_t n = strlen(target);
     memset(s, 0, sizeof *s);
@@ -56,26 +86,16 @@ kv_status kv_staging_open(kv_staging *s, const char *target) {
     if (n == 0 || n >= sizeof s->target)
         return KV_FAIL(KV_E_CANTCREATE, "'%s' cannot name a results folder", target);
     snprintf(s->target, sizeof s->target, "%.*s", (int)n, target);
-    if (!replaceable(s->target))
-        return KV_FAIL(KV_E_CANTCREATE,
-                       "cannot write results to %s: something else is there (no manifest.json of "
-                       "an earlier run); name a new folder",
-                       s->target);
+    KV_TRY(check_target(s->target));
     snprintf(parent, sizeof parent, "%s", s->target);
     char *slash = strrchr(parent, '/');
     if (slash && slash != parent) {
         *slash = '\0';
-        kv_status st = kv_make_folders(parent);
-        if (st != KV_OK) return st;
+        KV_TRY(kv_make_folders(parent));
     }
-    snprintf(s->folder, sizeof s->folder, "%s.tmp-%d", s->target, (int)getpid());
-    if (mkdir(s->folder, 0777) != 0) {
-        kv_status st = KV_FAIL(KV_E_CANTCREATE, "cannot create results folder %s: %s", s->folder,
-                               strerror(errno));
-        s->folder[0] = '\0';
-        return st;
-    }
-    return KV_OK;
+    KV_TRY(make_temporary(s));
+out:
+    return st;
 }
 
 kv_status kv_staging_commit(kv_staging *s) {

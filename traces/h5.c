@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "reference/core/mem.h"
+#include "traces/output.h"
 
 void kv_h5_begin(void) {
     /* After a failed write (a full disk) HDF5's exit handler crashes on what it could not close. Everything is closed without it. */
@@ -19,14 +20,32 @@ void kv_h5_begin(void) {
 
 bool kv_h5_close(hid_t id) { return id < 0 || H5Idec_ref(id) >= 0; }
 
+enum { REASON = 1200 };
+
 static herr_t keep_first(unsigned n, const H5E_error2_t *error, void *text) {
-    if (n == 0 && error->desc) snprintf(text, 300, "%s", error->desc);
+    if (n == 0 && error->desc) snprintf(text, REASON, "%s", error->desc);
     return 0;
 }
 
+/* "file write failed: time = ..., filename = ..., error message = 'No space left on device', ..." says more than fits a line. */
+static void shorten(char *reason) {
+    char *details = strstr(reason, ": time = ");
+    const char *said = details ? strstr(details, "error message = '") : NULL;
+    if (!details) return;
+    if (said) {
+        said += strlen("error message = '");
+        size_t n = strcspn(said, "'");
+        memmove(details + 2, said, n);
+        details[2 + n] = '\0';
+    } else {
+        *details = '\0';
+    }
+}
+
 kv_status kv_h5_fail_at(const char *file, int line, kv_status code, const char *format, ...) {
-    char reason[300] = "", message[1500];
+    char reason[REASON] = "", message[1500];
     H5Ewalk2(H5E_DEFAULT, H5E_WALK_UPWARD, keep_first, reason);
+    shorten(reason);
     H5Eclear2(H5E_DEFAULT);
     va_list args;
     va_start(args, format);
@@ -76,6 +95,7 @@ kv_status kv_h5_create(const char *path, char **temporary, hid_t *file) {
     *temporary = kv_mem_new(size, 1);
     if (!*temporary) return KV_E_INTERNAL;
     snprintf(*temporary, size, "%s.%ld.part", path, (long)getpid());
+    KV_TRY(kv_output_check(path));
     KV_H5_TRY(creation, kv_h5_creation(H5P_FILE_CREATE), KV_E_INTERNAL, "%s: no property list",
               path);
     KV_H5_TRY(access_list, H5Pcreate(H5P_FILE_ACCESS), KV_E_INTERNAL, "%s: no property list", path);

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "reference/core/mem.h"
+#include "traces/output.h"
 
 enum { ALIGNMENT = 8 };
 
@@ -99,6 +100,7 @@ kv_status kv_safetensors_write(const char *path, const kv_tensor_out *tensor, in
     char *temporary = NULL, *header = NULL;
     size_t length = 0, size = strlen(path) + 32;
     bool created = false;
+    KV_TRY(kv_output_check(path));
     KV_NEW(sorted, n);
     for (int32_t i = 0; i < n; i++) sorted[i] = tensor[i];
     qsort(sorted, (size_t)n, sizeof *sorted, compare_out);
