@@ -136,7 +136,7 @@ static char *read_line(char *text, int size, void *stream) {
     s->line++;
     if (!fgets(text, size, s->file)) return NULL;
     s->indented = text[0] == ' ' || text[0] == '\t';
-    if (!strchr(text, '\n') && !feof(s->file))
+    if (!strchr(text, '\n') && !feof(s->file) && s->status == KV_OK)
         note_error(s, KV_FAIL(KV_E_USAGE,
                               "longer than %d characters; put the rest on an indented "
                               "line of its own",
@@ -173,6 +173,8 @@ kv_status kv_config_file(kv_config *c, const char *path) {
     ini_state s = {.config = c, .file = fopen(path, "r"), .path = path};
     if (!s.file) return KV_FAIL(KV_E_NOINPUT, "cannot read config %s: %s", path, strerror(errno));
     int bad_line = ini_parse_stream(read_line, &s, on_key, &s);
+    if (ferror(s.file) && s.status == KV_OK)
+        s.status = KV_FAIL(KV_E_NOINPUT, "cannot read config %s: %s", path, strerror(errno));
     fclose(s.file);
     if (s.status != KV_OK) return s.status;
     if (bad_line > 0)

@@ -93,8 +93,12 @@ static kv_status prepare(run *r) {
     r->identity = kv_identity_make(job_name[r->job], c, r->info, &r->plan, r->ops,
                                    r->model ? r->model->hash : "");
     if (!r->identity) KV_RAISE(KV_E_INTERNAL, "out of memory");
-    if (kv_config_text(c, "output")[0])
-        snprintf(r->folder, sizeof r->folder, "%s", kv_config_text(c, "output"));
+    const char *output = kv_config_text(c, "output");
+    if (strlen(output) >= sizeof r->folder)
+        KV_RAISE(KV_E_USAGE, "--output: the path is longer than %zu characters",
+                 sizeof r->folder - 1);
+    if (output[0])
+        snprintf(r->folder, sizeof r->folder, "%s", output);
     else
         default_folder(r);
 out:
@@ -184,14 +188,26 @@ out:
     return st;
 }
 
+/* The summary of a finished run of the same settings. A damaged one is as good as none. */
+static bool read_finished(const run *r, json_t **summary) {
+    size_t i;
+    json_t *row;
+    if (!kv_manifest_matches(r->folder, r->identity, r->info) ||
+        kv_json_read(r->folder, "summary.json", summary) != KV_OK)
+        return false;
+    const json_t *results = json_object_get(*summary, "results");
+    bool whole = json_array_size(results) == r->plan.n_row;
+    json_array_foreach(results, i, row) whole = whole && json_object_get(row, "policy");
+    return whole;
+}
+
 kv_status kv_job_run(kv_job job, const kv_config *config) {
     kv_status st = KV_OK;
     json_t *summary = NULL;
     const bool quiet = kv_log_get_level() == KV_LOG_ERROR;
     run r = {.job = job, .config = config, .start = kv_now()};
     KV_TRY(prepare(&r));
-    bool finished = kv_manifest_matches(r.folder, r.identity, r.info) &&
-                    kv_json_read(r.folder, "summary.json", &summary) == KV_OK;
+    bool finished = read_finished(&r, &summary);
     if (finished && !kv_config_flag(config, "force")) {
         if (!quiet) fprintf(stderr, "these settings were run before; --force runs them again\n");
     } else {

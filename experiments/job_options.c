@@ -81,6 +81,10 @@ static kv_status apply(kv_config *c, const pending *p) {
     if (p->key == KEY_SET) return kv_config_set_text(c, p->value);
     if (p->key == KEY_WEIGHTS) return set_weights(c, p->value);
     const job_option *o = &table[p->key - KEY_FIRST];
+    /* contract.md 4; a list in a config file may be laid out with blanks */
+    if (strcmp(o->key, "budgets") == 0 && strpbrk(p->value, " \t\r\n\v\f"))
+        return KV_FAIL(KV_E_USAGE, "--budget: '%s' holds a blank; write it like 512,0.25",
+                       p->value);
     kv_status st = kv_config_set(c, o->section, o->key, o->fixed_value ? o->fixed_value : p->value);
     return st == KV_OK ? st : kv_error_context(st, "--%s", o->name);
 }

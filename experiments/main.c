@@ -1,5 +1,8 @@
 /* kvlab: the command line. Dispatches to cmd_*.c, turns a status into one message and an exit code. */
+#include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,12 +57,35 @@ static void on_interrupt(int signal_number) {
     kv_interrupt_request();
 }
 
-/* The first Ctrl-C unwinds in order; a second one ends the process at once. */
+/* The first Ctrl-C unwinds in order; a second one ends the process at once. A closed terminal counts as Ctrl-C, unless nohup asked to
+ * go on. A reader of messages that leaves (2>&1 | head) must not end a run half-way. */
 static void catch_interrupts(void) {
-    struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = (int)SA_RESETHAND};
+    struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = (int)SA_RESETHAND}, before;
     sigemptyset(&action.sa_mask);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
+    if (sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler != SIG_IGN)
+        sigaction(SIGHUP, &action, NULL);
+    signal(SIGPIPE, SIG_IGN);
+}
+
+/* A stream that the caller closed (>&-) leaves its number to the next file opened, and messages would be written into that one. What
+ * is opened here instead refuses writing. */
+static void occupy_closed_streams(void) {
+    for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDONLY) < 0) return;
+}
+
+/* `kvlab ... | head` ends like other filters do: silently, by SIGPIPE. */
+static kv_status finish_output(void) {
+    struct pollfd out = {.fd = STDOUT_FILENO, .events = POLLOUT};
+    bool failed = fflush(stdout) != 0;
+    if (!failed && !ferror(stdout)) return KV_OK;
+    if (poll(&out, 1, 0) > 0 && out.revents & POLLERR) {
+        signal(SIGPIPE, SIG_DFL);
+        raise(SIGPIPE);
+    }
+    return KV_FAIL(KV_E_IO, "cannot write to standard output");
 }
 
 /* OpenBLAS chooses its kernels while the program loads, so a better choice needs a fresh process (kv_blas_better_core). */
@@ -89,6 +115,7 @@ static kv_status dispatch(int argc, char **argv) {
 
 int main(int argc, char **argv) {
     kv_status st;
+    occupy_closed_streams();
     kv_cli_remember(argc, argv);
     argp_program_version = kv_version_text();
     if (argc < 2) {
@@ -106,8 +133,7 @@ int main(int argc, char **argv) {
     restart_with_better_blas(argv);
     catch_interrupts();
     st = dispatch(argc, argv);
-    if (st == KV_OK && (fflush(stdout) != 0 || ferror(stdout)))
-        st = KV_FAIL(KV_E_IO, "cannot write to standard output");
+    if (st == KV_OK) st = finish_output();
     if (st == KV_OK) return 0;
     fflush(stdout);
     fprintf(stderr, "kvlab: error: %s\n", kv_error_message());

@@ -71,6 +71,21 @@ static kv_status check_window(const kv_tensors *t, const kv_row *row) {
     return KV_OK;
 }
 
+/* A word that nobody knows would silently stand for another one. A key left out means the default. */
+static kv_status check_words(const kv_tensors *t) {
+    static const char *const known[][3] = {
+        {"target_reduce", "max", "mean"}, {"lse", "dense", "sparse"},
+        {"norm", "rms", "none"},          {"gate", "exp", "sigmoid"},
+        {"input", "kv", "hidden"},        {"gate_input", "feature", "hidden"}};
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        const char *word = kv_tensors_meta(t, known[i][0]);
+        if (word && strcmp(word, known[i][1]) != 0 && strcmp(word, known[i][2]) != 0)
+            return KV_FAIL(KV_E_DATA, "%s: metadata '%s' is '%s', expected %s or %s", t->path,
+                           known[i][0], word, known[i][1], known[i][2]);
+    }
+    return KV_OK;
+}
+
 /* Every per-layer tensor has the KV heads as its first axis; those that read [k;v] have 2 d as their last. */
 static kv_status check_layer(const kv_tensors *t, int32_t layer, const kv_trace_info *trace) {
     static const char *const reads_kv[] = {"mlp.w1", "feature.weight"};
@@ -107,6 +122,7 @@ static int32_t count_layers(const kv_tensors *t) { /* highest layer id + 1 */
 
 static kv_status check_fit(const kv_tensors *t, const kv_row *row, const kv_trace_info *trace) {
     kv_status st = check_window(t, row);
+    if (st == KV_OK) st = check_words(t);
     for (int32_t l = 0; st == KV_OK && l < trace->n_layer; l++)
         st = check_layer(t, trace->layer_id[l], trace);
     if (st != KV_OK) return st;

@@ -179,8 +179,11 @@ kv_status kv_scorer_target(const kv_policy_input *input, double *power, bool *ta
     if (!set) return KV_FAIL(KV_E_USAGE, "no weights: the target they were trained on is unknown");
     const char *text = meta_or(set, "target_power", "2");
     *power = INFINITY;
-    if (!is(text, "max") && kv_parse_real(text, power) != KV_OK)
-        return kv_error_context(KV_E_DATA, "%s: metadata 'target_power'", set->path);
+    if (!is(text, "max") && (kv_parse_real(text, power) != KV_OK || !(*power > 0)))
+        return KV_FAIL(KV_E_DATA,
+                       "%s: metadata 'target_power' is '%s', expected max or a number "
+                       "above 0",
+                       set->path, text);
     *target_mean = is(meta_or(set, "target_reduce", "max"), "mean");
     return read_theta(input, log_gamma);
 }

@@ -54,7 +54,7 @@ static void set_version(const char *file, const char *text) {
     H5Fclose(f);
 }
 
-static void write_weights(const char *file, const char *window) {
+static void write_weights(const char *file, const char *window, const char *reduce) {
     static const float w1[2 * 4 * 2 * FX_DIM], v[2 * 4], theta[2];
     char path[128];
     kv_tensor_out tensor[8];
@@ -80,7 +80,7 @@ static void write_weights(const char *file, const char *window) {
                                 "target_power",
                                 "2",
                                 "target_reduce",
-                                "max",
+                                reduce,
                                 "lse",
                                 "dense",
                                 "delay",
@@ -140,6 +140,7 @@ static const struct {
     {RUN "--trace t.h5 --policy kvpop_mlp --weights kvpop_mlp=none --budget 32", 66, "none"},
     {RUN "--trace t.h5 --policy kvpop_mlp --weights kvpop_mlp=w9.st --budget 32", 65, "window"},
     {RUN "--trace t.h5 --policy kvpop_mlp --weights kvpop_mlp=w8.st --budget 32", 65, "layers"},
+    {RUN "--trace t.h5 --policy kvpop_mlp --weights kvpop_mlp=median.st --budget 32", 65, "median"},
     {RUN "--trace t.h5 --policy full --budget 32 --weights full=w8.st", 64, "no weights"},
     {RUN "--trace t.h5 --policy full --budget 32 --weights w8.st", 64, "POLICY=FILE"},
     {RUN "--trace t.h5 --policy full --budget 32 --config missing.ini", 66, "missing.ini"},
@@ -184,8 +185,9 @@ Test(cli, bad_input_ends_with_its_code_and_one_message) {
     write_file("text.h5", "this is no HDF5 file\n");
     write_trace("version.h5");
     set_version("version.h5", "KVTRACE-2.0");
-    write_weights("w9.st", "9");
-    write_weights("w8.st", "8");
+    write_weights("w9.st", "9", "max");
+    write_weights("w8.st", "8", "max");
+    write_weights("median.st", "8", "median");
     write_file("key.ini", "[run]\nsinks = 2\nspeed = 3\n");
     write_file("section.ini", "[walk]\nsinks = 2\n");
     write_file("value.ini", "[policy.h2o]\nrecent_share = 3\n");
@@ -207,7 +209,7 @@ Test(cli, bad_input_ends_with_its_code_and_one_message) {
               "--device gpu: exit %d, expected 0 with a GPU, 69 without: %s", said.code, said.err);
 }
 
-Test(cli, interrupt_leaves_nothing) {
+static void interrupt_with(int signal_number) {
     static char arguments[8192];
     size_t used =
         (size_t)snprintf(arguments, sizeof arguments,
@@ -220,11 +222,18 @@ Test(cli, interrupt_leaves_nothing) {
     for (int i = 0; i < 500 && count_runs() == 0; i++)
         nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
     cr_assert_eq(count_runs(), 1, "the run did not start");
-    kill(pid, SIGINT);
+    kill(pid, signal_number);
     kv_said said = kv_wait_command(pid);
-    cr_expect_eq(said.code, 130, "exit %d: %s", said.code, said.err);
-    cr_expect(strstr(said.err, "interrupted"), "%s", said.err);
-    cr_expect_eq(count_runs(), 0, "something was left in results/experiment");
+    cr_expect_eq(said.code, 130, "signal %d: exit %d: %s", signal_number, said.code, said.err);
+    cr_expect(strstr(said.err, "interrupted"), "signal %d: %s", signal_number, said.err);
+    cr_expect_eq(count_runs(), 0, "signal %d: something was left in results/experiment",
+                 signal_number);
+}
+
+Test(cli, interrupt_leaves_nothing) {
+    signal(SIGHUP, SIG_DFL); /* under nohup kvlab rightly goes on */
+    interrupt_with(SIGINT);
+    interrupt_with(SIGHUP);
 }
 
 /* The folder that a run names in its last line. */

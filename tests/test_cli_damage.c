@@ -1,0 +1,128 @@
+/* The command line among damaged and foreign files: nothing of others is deleted, nothing damaged is believed. */
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "tests/naive/run_kvlab.h"
+#include "tests/naive/small_trace.h"
+#include "traces/safetensors.h"
+#include "traces/trace.h"
+
+#define RUN "experiment --sinks 2 --window 8 --trace t.h5 --policy streaming "
+
+static void open_place(void) {
+    const char *place = kv_playground_open();
+    small_trace *f = malloc(sizeof *f);
+    cr_assert_not_null(place);
+    cr_assert_eq(chdir(place), 0);
+    small_trace_make(f);
+    cr_assert_eq(small_trace_write(f, "t.h5"), KV_OK, "%s", kv_error_message());
+    free(f);
+}
+
+static void close_place(void) {
+    cr_assert_eq(chdir("/"), 0);
+    kv_playground_close();
+}
+
+TestSuite(cli_damage, .init = open_place, .fini = close_place);
+
+static void put_text(const char *path, const char *text) {
+    FILE *f = fopen(path, "w");
+    cr_assert_not_null(f, "%s", path);
+    fputs(text, f);
+    fclose(f);
+}
+
+static void expect(const char *arguments, int code, const char *says) {
+    kv_said said = kv_run_command(arguments);
+    cr_expect_eq(said.code, code, "kvlab %.100s: exit %d, expected %d: %s", arguments, said.code,
+                 code, said.err);
+    cr_expect(strstr(said.err, says), "kvlab %.100s: '%s' is not in: %s", arguments, says,
+              said.err);
+}
+
+Test(cli_damage, budgets_hold_no_blank_on_the_command_line) {
+    static const char *const budget[] = {"' 32'", "'32 '", "'32, 40'", "'\t32'", "'0.5 '"};
+    char arguments[256];
+    for (size_t i = 0; i < sizeof budget / sizeof *budget; i++) {
+        snprintf(arguments, sizeof arguments, RUN "--output o --budget %s", budget[i]);
+        expect(arguments, 64, "blank");
+    }
+    put_text("blank.ini", "[sweep]\nbudgets = 32 , 40\n");
+    expect(RUN "--output o --config blank.ini", 0, "");
+}
+
+Test(cli_damage, config_files_that_cannot_be_read) {
+    char text[1024] = "[run]\nname = ";
+    memset(text + strlen(text), 'x', 900);
+    put_text("long.ini", text);
+    expect(RUN "--budget 32 --config long.ini", 64, "long.ini:2: longer than");
+    expect(RUN "--budget 32 --config .", 66, "cannot read config .");
+}
+
+Test(cli_damage, folders_of_others_are_not_replaced) {
+    char arguments[6000];
+    cr_assert_eq(mkdir("site", 0777), 0);
+    put_text("site/manifest.json", "{\"name\": \"a web application\"}\n");
+    put_text("site/index.html", "precious\n");
+    expect(RUN "--budget 32 --output site", 73, "something else is there");
+    cr_expect_eq(access("site/index.html", F_OK), 0, "a file of another program is gone");
+    put_text("results", "a file\n");
+    expect(RUN "--budget 32", 73, "Not a directory");
+    size_t n = (size_t)snprintf(arguments, sizeof arguments, RUN "--budget 32 --output ");
+    for (; n < 5500; n++) arguments[n] = n % 100 ? 'y' : '/';
+    arguments[n] = '\0';
+    expect(arguments, 64, "longer than");
+}
+
+Test(cli_damage, a_folder_left_by_a_killed_run_is_no_obstacle) {
+    char name[64];
+    /* the process of the run gets one of the next ids */
+    for (int i = 0; i < 40; i++) {
+        snprintf(name, sizeof name, "o.tmp-%d-0", (int)getpid() + i);
+        mkdir(name, 0777);
+    }
+    expect(RUN "--budget 32 --output o", 0, "");
+    cr_expect_eq(access("o/summary.json", F_OK), 0);
+}
+
+Test(cli_damage, a_damaged_result_is_made_again) {
+    static const char *const text[] = {
+        "", "null", "[]", "{}", "{\"results\": \"x\"}", "{\"results\": [1]}", "{\"schema\": 1,"};
+    static const char *const file[] = {"o/summary.json", "o/manifest.json"};
+    const char *arguments = RUN "--budget 32 --output o";
+    kv_said first = kv_run_command(arguments);
+    cr_assert_eq(first.code, 0, "%s", first.err);
+    const size_t row = strcspn(strstr(first.out, "streaming"), "\n") - 10; /* without seconds */
+    for (size_t f = 0; f < 2; f++)
+        for (size_t i = 0; i < sizeof text / sizeof *text; i++) {
+            put_text(file[f], text[i]);
+            kv_said said = kv_run_command(arguments);
+            const char *again = strstr(said.out, "streaming");
+            cr_expect_eq(said.code, 0, "%s '%s': %s", file[f], text[i], said.err);
+            cr_expect(again && strncmp(again, strstr(first.out, "streaming"), row) == 0,
+                      "%s '%s': another table: %s", file[f], text[i], said.out);
+        }
+}
+
+Test(cli_damage, outputs_replace_files_only) {
+    static const float x[1];
+    static const char *const path[] = {"pipe", "folder", ""};
+    const kv_tensor_out tensor = {"a", 1, {1}, x};
+    cr_assert_eq(mkfifo("pipe", 0666), 0);
+    cr_assert_eq(mkdir("folder", 0777), 0);
+    for (size_t i = 0; i < sizeof path / sizeof *path; i++) {
+        kv_evict_writer *w = NULL;
+        cr_expect_eq(kv_evict_writer_open(path[i], &w), KV_E_CANTCREATE, "'%s'", path[i]);
+        cr_expect_null(w);
+        cr_expect_eq(kv_safetensors_write(path[i], &tensor, 1, NULL), KV_E_CANTCREATE, "'%s'",
+                     path[i]);
+        cr_expect(strstr(kv_error_message(), path[i]), "%s", kv_error_message());
+    }
+    struct stat info;
+    cr_expect(stat("pipe", &info) == 0 && S_ISFIFO(info.st_mode), "the pipe was replaced");
+}
