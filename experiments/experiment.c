@@ -104,6 +104,13 @@ static kv_status list_powers(const work *w, const place *p, kv_dense_request *r)
     return KV_OK;
 }
 
+/* Where in the run a message about numbers belongs. */
+static kv_status locate(const work *w, const place *p, kv_status st, const char *policy) {
+    if (st != KV_E_DATA) return st;
+    return kv_error_context(st, "%s, layer %d%s%s", w->trace->path, p->span.layer_id,
+                            policy[0] ? ", policy " : "", policy);
+}
+
 static kv_status compute_dense(work *w, place *p) {
     kv_status st = KV_OK;
     double start = kv_now();
@@ -111,7 +118,8 @@ static kv_status compute_dense(work *w, place *p) {
     kv_dense_request request = {
         .sinks = run->sinks, .window = run->window, .want_output = true, .want_events = true};
     KV_TRY(list_powers(w, p, &request));
-    KV_TRY(kv_dense_cached(w->e->ops, &p->span, &request, w->e->cache_folder, &p->dense));
+    st = kv_dense_cached(w->e->ops, &p->span, &request, w->e->cache_folder, &p->dense);
+    KV_TRY(locate(w, p, st, ""));
     w->e->dense_seconds += kv_now() - start;
 out:
     return st;
@@ -189,7 +197,8 @@ static kv_status run_policy(work *w, place *p, size_t i) {
     kv_policy_input input = input_of(w, p, row);
     kv_masked masked = {0};
     KV_TRY(find_oracle(w, p, i));
-    KV_TRY(kv_replay_priority(row->policy, &input, p->priority, p->evict_at));
+    st = kv_replay_priority(row->policy, &input, p->priority, p->evict_at);
+    KV_TRY(locate(w, p, st, row->policy->name));
     if (has_own(row)) KV_TRY(find_own(p, row->policy, &input, &w->result[i].decisions));
     kv_masked_request request = {.evict_at = p->evict_at,
                                  .sinks = row->run.sinks,

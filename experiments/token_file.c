@@ -44,7 +44,10 @@ static kv_status read_text(FILE *f, id_list *l) {
     size_t size = 0;
     ssize_t length;
     for (long long number = 1; (length = getline(&line, &size, f)) >= 0; number++) {
-        char *text = line + strspn(line, blank), *rest = text + strcspn(text, blank);
+        bool marked = number == 1 && strncmp(line, "\xef\xbb\xbf", 3) == 0; /* Windows editors */
+        char *text = line + (marked ? 3 : 0);
+        text += strspn(text, blank);
+        char *rest = text + strcspn(text, blank);
         long long value;
         if (rest < line + length) *rest++ = '\0';
         if (!*text) continue;

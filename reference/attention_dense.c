@@ -161,11 +161,12 @@ static kv_status join_slabs(const sweep *s) {
             }
             for (int32_t t = 0; t < s->span->n_token; t++)
                 if (!isfinite(column[t]))
-                    return KV_FAIL(KV_E_DATA,
-                                   "query head %d, key %d: the sum of p^%g under the given "
-                                   "normaliser exceeds the range of double; use a smaller power "
-                                   "or the dense normaliser",
-                                   head, t, request->power[i]);
+                    return KV_FAIL(
+                        KV_E_DATA,
+                        "query head %d, key %d: the sum of p^%g leaves the range of double: "
+                        "the logits are too large (check q, k and the softmax scale), "
+                        "or the given normaliser is too small for this power",
+                        head, t, request->power[i]);
         }
     return KV_OK;
 }

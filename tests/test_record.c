@@ -57,6 +57,8 @@ Test(record, token_files_of_every_kind) {
     const uint8_t big[] = {0, 5, 0, 0, 1, 44};
     put_text("a.txt", "5\n0\r\n\n  300 \n");
     put_text("b.txt", "5\n0\n300");
+    put_text("marked.txt", "\xef\xbb\xbf"
+                           "5\r\n0\r\n300\r\n");
     put_npy("c.npy", NPY("<i2", "(3,)"), i2, sizeof i2);
     put_npy("d.npy", NPY("<i8", "(3,)"), i8, sizeof i8);
     put_npy("e.npy", NPY(">u2", "(3,)"), big, sizeof big);
@@ -66,7 +68,7 @@ Test(record, token_files_of_every_kind) {
     cr_assert_eq(small_trace_write(s, "g.h5"), KV_OK);
     mutate("g.h5", &(mutation){.kind = REPLACE, .object = "/token", .type = I64, .dim = {3}});
     mutate("g.h5", &(mutation){.kind = WRITE, .object = "/token", .index = 2, .number = 300});
-    const char *good[] = {"a.txt", "b.txt", "c.npy", "d.npy", "e.npy"};
+    const char *good[] = {"a.txt", "b.txt", "marked.txt", "c.npy", "d.npy", "e.npy"};
     int32_t *token, n;
     for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
         kv_status st = kv_token_file_read(good[i], &token, &n);

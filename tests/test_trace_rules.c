@@ -131,6 +131,9 @@ static const broken rule[] = {
      {R "doc_start", "300", "299"}},
     {{.kind = WRITE, .object = R "query_pos", .index = 5, .number = 6},
      {R "query_pos", "6", "0..T-1"}},
+    {{.kind = SET_INT, .object = "/", .name = "trace_id"}, {"trace_id", "string"}},
+    {{.kind = SET_INT, .object = M, .name = "weights_xxh3"}, {M, "weights_xxh3", "string"}},
+    {{.kind = SET_REAL, .object = R "kind", .name = "flag_values"}, {R "kind", "flag_values"}},
     {{.kind = REPLACE, .object = R "query_pos", .type = I32, .dim = {100}},
      {R "query_pos", "[100]", "[300]"}},
 };

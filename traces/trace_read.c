@@ -252,10 +252,15 @@ kv_status kv_trace_read_score(kv_trace *t, const char *name, int32_t layer, floa
         KV_NEW(all, n_delta);
         KV_H5_TRY(set, H5Dopen2(t->file, f->path, H5P_DEFAULT), KV_E_DATA,
                   "%s: %s cannot be opened", t->path, f->path);
-        KV_TRY(kv_h5_get_reals(set, f->path, "delta", n_delta, &present, all));
+        st = kv_h5_get_reals(set, f->path, "delta", n_delta, &present, all);
+        if (st != KV_OK) KV_TRY(kv_error_context(st, "%s", t->path));
         if (!present)
             KV_RAISE(KV_E_DATA, "%s: %s has no attribute delta; expected f64[%d][%lld]", t->path,
                      f->path, t->info.n_layer, (long long)n_head);
+        for (size_t i = 0; i < n_delta; i++)
+            if (!(all[i] >= 0 && all[i] < 1))
+                KV_RAISE(KV_E_DATA, "%s: %s attribute delta holds %g at index %zu, expected [0, 1)",
+                         t->path, f->path, all[i], i);
         memcpy(delta, all + layer * n_head, (size_t)n_head * sizeof *delta);
     }
 out:

@@ -11,6 +11,11 @@ static const char *const standard_kind[] = {"special",   "value",  "scratch", "n
                                             "structure", "filler", "equation"};
 enum { N_STANDARD_KIND = sizeof standard_kind / sizeof *standard_kind, MAX_KIND = 256 };
 
+/* Messages about attributes name their object; this adds the file. */
+static kv_status in_file(const kv_trace *t, kv_status st) {
+    return st == KV_OK ? st : kv_error_context(st, "%s", t->path);
+}
+
 /* True if every request has the item. */
 static bool in_all(const kv_trace *t, kv_request_item item) {
     int32_t n = 0;
@@ -238,7 +243,7 @@ static kv_status load_flag_meanings(kv_trace *t, hid_t set, const char *path, ch
     for (char *w = strtok_r(meanings, " ", &rest); w && n < MAX_KIND;
          w = strtok_r(NULL, " ", &rest))
         word[n++] = w;
-    KV_TRY(kv_h5_get_reals(set, path, "flag_values", n, &has_values, value));
+    KV_TRY(in_file(t, kv_h5_get_reals(set, path, "flag_values", n, &has_values, value)));
     for (size_t i = 0; i < n; i++) {
         if (!has_values) value[i] = (double)i;
         if (!(value[i] >= 0 && value[i] < MAX_KIND))
@@ -264,7 +269,7 @@ static kv_status load_kind_names(kv_trace *t) {
     if (t->kind) {
         KV_H5_TRY(set, H5Dopen2(t->file, f->path, H5P_DEFAULT), KV_E_DATA,
                   "%s: %s cannot be opened", t->path, f->path);
-        KV_TRY(kv_h5_get_text(set, f->path, "flag_meanings", &meanings));
+        KV_TRY(in_file(t, kv_h5_get_text(set, f->path, "flag_meanings", &meanings)));
     }
     if (meanings) KV_TRY(load_flag_meanings(t, set, f->path, meanings));
     for (int32_t i = 0; !meanings && i < N_STANDARD_KIND; i++)
@@ -281,9 +286,9 @@ static kv_status load_corpus(kv_trace *t, hid_t group, const char *path) {
     kv_status st = KV_OK;
     char *corpus = NULL;
     kv_h5_number seed;
-    KV_TRY(kv_h5_get_number(group, path, "seed", &seed));
-    KV_TRY(kv_h5_get_text(group, path, "corpus", &corpus));
-    if (!corpus) KV_TRY(kv_h5_get_text(group, path, "task", &corpus));
+    KV_TRY(in_file(t, kv_h5_get_number(group, path, "seed", &seed)));
+    KV_TRY(in_file(t, kv_h5_get_text(group, path, "corpus", &corpus)));
+    if (!corpus) KV_TRY(in_file(t, kv_h5_get_text(group, path, "task", &corpus)));
     if (!seed.present || !corpus || strncmp(corpus, "reasoning", 9) != 0) goto out;
     if (!t->info.has_corpus || seed.bits < t->info.corpus_seed) t->info.corpus_seed = seed.bits;
     t->info.has_corpus = true;
@@ -296,13 +301,13 @@ static kv_status load_provenance(kv_trace *t) {
     kv_status st = KV_OK;
     char *hash = NULL;
     hid_t object = -1;
-    KV_TRY(kv_h5_get_text(t->file, "/", "trace_id", &t->trace_id));
-    KV_TRY(kv_h5_get_text(t->file, "/", "title", &t->title));
-    KV_TRY(kv_h5_get_text(t->file, "/", "source", &t->source));
-    KV_TRY(kv_h5_get_text(t->file, "/", "content_xxh3", &hash));
+    KV_TRY(in_file(t, kv_h5_get_text(t->file, "/", "trace_id", &t->trace_id)));
+    KV_TRY(in_file(t, kv_h5_get_text(t->file, "/", "title", &t->title)));
+    KV_TRY(in_file(t, kv_h5_get_text(t->file, "/", "source", &t->source)));
+    KV_TRY(in_file(t, kv_h5_get_text(t->file, "/", "content_xxh3", &hash)));
     KV_H5_TRY(object, H5Oopen(t->file, "/model", H5P_DEFAULT), KV_E_DATA,
-              "/model: cannot be opened");
-    KV_TRY(kv_h5_get_text(object, "/model", "weights_xxh3", &t->model_hash));
+              "%s: /model cannot be opened", t->path);
+    KV_TRY(in_file(t, kv_h5_get_text(object, "/model", "weights_xxh3", &t->model_hash)));
     snprintf(t->info.content_hash, sizeof t->info.content_hash, "%s", hash ? hash : "");
     t->info.trace_id = t->trace_id;
     t->info.title = t->title ? t->title : "";
@@ -311,8 +316,8 @@ static kv_status load_provenance(kv_trace *t) {
     for (int32_t r = 0; r < t->desc.n_request; r++) {
         const char *path = t->desc.request[r].path;
         kv_h5_close(object);
-        KV_H5_TRY(object, H5Oopen(t->file, path, H5P_DEFAULT), KV_E_DATA, "%s: cannot be opened",
-                  path);
+        KV_H5_TRY(object, H5Oopen(t->file, path, H5P_DEFAULT), KV_E_DATA, "%s: %s cannot be opened",
+                  t->path, path);
         KV_TRY(load_corpus(t, object, path));
     }
 out:
@@ -328,9 +333,9 @@ static kv_status load_gate_shift(kv_trace *t) {
     hid_t set = -1;
     t->info.gate_shift = -1;
     if (!t->info.has_gate) goto out;
-    KV_H5_TRY(set, H5Dopen2(t->file, f->path, H5P_DEFAULT), KV_E_DATA, "%s: cannot be opened",
-              f->path);
-    KV_TRY(kv_h5_get_number(set, f->path, "shift", &shift));
+    KV_H5_TRY(set, H5Dopen2(t->file, f->path, H5P_DEFAULT), KV_E_DATA, "%s: %s cannot be opened",
+              t->path, f->path);
+    KV_TRY(in_file(t, kv_h5_get_number(set, f->path, "shift", &shift)));
     if (shift.present && shift.whole && fabs(shift.value) < 1e6)
         t->info.gate_shift = (int32_t)shift.value;
 out:
