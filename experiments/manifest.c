@@ -4,6 +4,7 @@
 #include <cblas.h>
 #include <hdf5.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,9 +33,9 @@ static json_t *file_stamp(const char *path) {
 static json_t *row_identity(const kv_row *row) {
     json_t *o = json_object(), *params = json_object();
     for (size_t i = 0; i < row->params.n; i++) {
-        char text[512];
+        char text[PATH_MAX];
         kv_params_format(&row->params, i, text, sizeof text);
-        json_object_set_new(params, row->params.spec[i].name, json_string(text));
+        json_object_set_new(params, row->params.spec[i].name, kv_json_text(text));
         if (strcmp(row->params.spec[i].name, "path") == 0) /* decisions of a foreign engine */
             json_object_set_new(o, "file", file_stamp(text));
     }
@@ -45,7 +46,7 @@ static json_t *row_identity(const kv_row *row) {
         char hex[33];
         snprintf(hex, sizeof hex, "%016" PRIx64 "%016" PRIx64, row->weights->tensors.hash[0],
                  row->weights->tensors.hash[1]);
-        json_object_set_new(o, "weights", json_string(row->weights->name));
+        json_object_set_new(o, "weights", kv_json_text(row->weights->name));
         json_object_set_new(o, "weights_xxh3", json_string(hex));
     }
     return o;
@@ -66,7 +67,7 @@ json_t *kv_identity_make(const char *command, const kv_config *config, const kv_
     for (size_t i = 0; i < plan->n_row; i++)
         json_array_append_new(rows, row_identity(&plan->row[i]));
     json_object_set_new(o, "command", json_string(command));
-    json_object_set_new(o, "trace_xxh3", json_string(trace->content_hash));
+    json_object_set_new(o, "trace_xxh3", kv_json_text(trace->content_hash));
     if (!trace->content_hash[0]) json_object_set_new(o, "trace_stamp", file_stamp(trace->path));
     json_object_set_new(o, "run", run);
     json_object_set_new(o, "rows", rows);
@@ -158,11 +159,11 @@ json_t *kv_manifest_make(const json_t *identity, const kv_trace_info *trace, dou
     json_object_set_new(o, "status", json_string("complete"));
     json_object_set_new(o, "config_xxh3", json_string(hex));
     json_object_set_new(o, "config", json_deep_copy(identity));
-    json_object_set_new(o, "trace", json_string(trace->path));
+    json_object_set_new(o, "trace", kv_json_text(trace->path));
     json_object_set_new(o, "trace_id",
-                        trace->trace_id ? json_string(trace->trace_id) : json_null());
+                        trace->trace_id ? kv_json_text(trace->trace_id) : json_null());
     json_object_set_new(o, "trace_file", file_stamp(trace->path));
-    json_object_set_new(o, "command_line", json_string(kv_cli_command_line()));
+    json_object_set_new(o, "command_line", kv_json_text(kv_cli_command_line()));
     json_object_set_new(o, "build", build_of());
     json_object_set_new(o, "libraries", libraries());
     json_object_set_new(o, "machine", machine(identity));

@@ -97,8 +97,10 @@ out:
 }
 
 static bool same_row(const kv_row *a, const kv_row *b) {
-    return a->policy == b->policy && a->run.budget == b->run.budget &&
-           strcmp(a->variant, b->variant) == 0;
+    if (a->policy != b->policy || a->run.budget != b->run.budget) return false;
+    for (size_t i = 0; i < a->params.n; i++) /* a variant is cut where a text is long */
+        if (a->params.text[i] && strcmp(a->params.text[i], b->params.text[i]) != 0) return false;
+    return strcmp(a->variant, b->variant) == 0;
 }
 
 static kv_status add_row(kv_plan *plan, const kv_row *model, const kv_run *run, int32_t budget) {

@@ -29,6 +29,9 @@ kv_status kv_delay_csv_write(const kv_report *report, const char *folder);
 /* The table of a summary on stdout, what each column means, and where the files are. */
 void kv_table_print(const json_t *summary, const char *folder, bool explain);
 
+/* JSON is UTF-8, file names and attributes need not be: then every byte beyond ASCII becomes '?'. */
+json_t *kv_json_text(const char *text);
+
 /* Reals with 17 digits, one line per key. */
 kv_status kv_json_write(const json_t *value, const char *folder, const char *name);
 kv_status kv_json_read(const char *folder, const char *name, json_t **out);

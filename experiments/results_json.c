@@ -4,9 +4,21 @@
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "experiments/files.h"
+
+json_t *kv_json_text(const char *text) {
+    json_t *value = json_string(text);
+    char *ascii = value ? NULL : strdup(text);
+    if (!ascii) return value;
+    for (char *c = ascii; *c; c++)
+        if (*c & 0x80) *c = '?';
+    value = json_string(ascii);
+    free(ascii);
+    return value;
+}
 
 static json_t *real(double x) { return isfinite(x) ? json_real(x) : json_null(); }
 static json_t *whole(double x) { return isfinite(x) ? json_integer((json_int_t)x) : json_null(); }
@@ -26,15 +38,15 @@ static json_t *matrix(const double *x, int32_t rows, int32_t columns) { /* [rows
 static json_t *params_of(const kv_params *p, const kv_weights *weights) {
     json_t *o = json_object();
     for (size_t i = 0; i < p->n; i++) {
-        char text[512];
+        char text[PATH_MAX];
         kv_params_format(p, i, text, sizeof text);
         json_t *value = p->spec[i].type == KV_PARAM_INT ? json_integer((json_int_t)p->value[i])
                         : p->spec[i].type == KV_PARAM_REAL
                             ? isinf(p->value[i]) ? json_string("max") : json_real(p->value[i])
-                            : json_string(text);
+                            : kv_json_text(text);
         json_object_set_new(o, p->spec[i].name, value);
     }
-    if (weights) json_object_set_new(o, "weights", json_string(weights->name));
+    if (weights) json_object_set_new(o, "weights", kv_json_text(weights->name));
     return o;
 }
 
@@ -110,7 +122,7 @@ static json_t *row_of(const kv_report *r, size_t i) {
     bool mass_known = r->has_metrics, known = mass_known && !row->policy->no_evict_at;
     json_t *o = json_object();
     json_object_set_new(o, "policy", json_string(row->policy->name));
-    json_object_set_new(o, "variant", json_string(row->variant));
+    json_object_set_new(o, "variant", kv_json_text(row->variant));
     json_object_set_new(o, "params", params_of(&row->params, row->weights));
     json_object_set_new(o, "budget", json_integer(row->run.budget));
     json_object_set_new(o, "budget_fraction",
@@ -137,7 +149,7 @@ json_t *kv_summary_make(const kv_report *r) {
     for (size_t i = 0; i < r->plan->n_row; i++) json_array_append_new(results, row_of(r, i));
     json_object_set_new(o, "schema", json_integer(1));
     json_object_set_new(o, "trace_id",
-                        r->trace->trace_id ? json_string(r->trace->trace_id) : json_null());
+                        r->trace->trace_id ? kv_json_text(r->trace->trace_id) : json_null());
     json_object_set_new(o, "params", params);
     json_object_set_new(o, "n_layer", json_integer(r->trace->n_layer));
     json_object_set_new(o, "n_kv_head", json_integer(r->trace->n_kv_head));

@@ -109,6 +109,18 @@ Test(cli_damage, a_damaged_result_is_made_again) {
         }
 }
 
+Test(cli_damage, names_that_are_not_utf8_are_written_down) {
+    cr_assert_eq(rename("t.h5", "t\xff.h5"), 0);
+    kv_said said = kv_run_command("experiment --sinks 2 --window 8 --trace t\xff.h5 --policy full "
+                                  "--budget 32 --output o");
+    cr_assert_eq(said.code, 0, "%s", said.err);
+    json_t *m = kv_load_json("o/manifest.json");
+    const char *trace = json_string_value(json_object_get(m, "trace"));
+    cr_expect(trace && strcmp(trace, "t?.h5") == 0, "trace is %s", trace ? trace : "missing");
+    cr_expect(json_object_get(m, "command_line"), "no command_line");
+    json_decref(m);
+}
+
 Test(cli_damage, outputs_replace_files_only) {
     static const float x[1];
     static const char *const path[] = {"pipe", "folder", ""};
