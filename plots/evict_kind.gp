@@ -1,5 +1,6 @@
-# Share of the cells evicted at the end by kind of token, one panel for the tokens of the pattern and one for all; thin dashes: the base
-# rate over all kinds. Extra variables: rows, a file of lines label,tokens,kind,n_token,evict_rate,base_rate of one budget; budget.
+# Share of the cells evicted at the end by kind of token, one panel for the tokens of the pattern and one for all (sinks excepted); thin
+# dashes: the base rate over all kinds. Extra variables: rows, a file of lines label,tokens,kind,n_token,evict_rate,base_rate of one
+# budget; budget.
 load home . '/style.gp'
 stats rows using (remember(strcol(1))) nooutput
 labels = seen
@@ -9,7 +10,7 @@ stats rows using (remember(strcol(3))) nooutput
 kinds = seen
 W = 1200; H = 480; eval begin
 array range[2] = ['last', 'all']
-array heading[2] = ['the last decidable tokens', 'all decidable tokens']
+array heading[2] = ['the last 112 tokens before the window', 'all tokens before the window']
 set multiplot layout 1, 2 margins 0.06, 0.84, 0.1, 0.84 spacing 0.03, 0 \
     title sprintf('Evicted at the end by kind of token, budget %s', budget)
 set yrange [0 : 1.03]

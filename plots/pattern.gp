@@ -53,7 +53,7 @@ do for [i = 1:n] {
     set tmargin at screen below(i) - 3.0 / H
     set bmargin at screen below(i) - (3.0 + strip) / H
     set yrange [0 : 1]
-    if (i == n) { set xtics nomirror out 16; set xlabel 'token' } else { set xtics scale 0; set format x '' }
+    if (i == n) { set xtics nomirror out 16; set xlabel 'token (the last before the window)' } else { set xtics scale 0; set format x '' }
     plot for [k = 1:words(kinds)] rows using \
          (strcol(1) eq word(labels, i) && strcol(4) eq word(kinds, k) ? column(3) : NaN):(0.5):(0.52):(0.5) \
          with boxxyerror lc rgb okabe_ito[(k - 1) % 8 + 1] fs solid noborder

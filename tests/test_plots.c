@@ -323,9 +323,9 @@ Test(plots, pictures) {
         /* 2 panels of 2 policies, their base rates, and the legend's entry for these */
         {"evict_kind.svg",
          10,
-         {"Evicted at the end by kind of token, budget 16", "the last decidable tokens",
-          "all decidable tokens", "evicted (share of token, layer, KV head)", "name", "value",
-          "filler", "base rate", "h2o", "oracle:power=2"}},
+         {"Evicted at the end by kind of token, budget 16", "the last 112 tokens before the window",
+          "all tokens before the window", "evicted (share of token, layer, KV head)", "name",
+          "value", "filler", "base rate", "h2o", "oracle:power=2"}},
         /* bars and numbers of 2 policies */
         {"delay.svg",
          4,
