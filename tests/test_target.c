@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "reference/ops.h"
 #include "reference/target.h"
 #include "tests/naive/naive_attention.h"
 #include "tests/naive/naive_case.h"
@@ -102,5 +103,64 @@ Test(target, foreign_sweeps_are_not_reused) {
         cr_assert_eq(memcmp(r, expected, sizeof r), 0, "case %d", which);
         kv_dense_free(&dense);
     }
+    naive_case_free(&c);
+}
+
+/* Is t in A(u) under these priorities (maths.md 1)? */
+static bool kept(const float *priority, const kv_run *run, int32_t u, int32_t t) {
+    if (t < run->sinks || t > u - run->window) return true;
+    int32_t better = 0;
+    for (int32_t x = run->sinks; x <= u - run->window; x++)
+        better += priority[x] > priority[t] || (priority[x] == priority[t] && x < t);
+    return better < run->budget - run->sinks - run->window;
+}
+
+/* maths.md 2.4 with the key set of the dense target's own cache. */
+Test(target, sparse_normaliser) {
+    enum { S = 40, G = 3 };
+    static const double powers[] = {1, 2, INFINITY};
+    static const double log_gamma[] = {-1e-3, -2e-2};
+    naive_case c = naive_case_random(11, S, S + 3, 2 * G, 2, 8, 1.5);
+    const kv_span *s = &c.span;
+    const kv_run run = {.budget = 15, .sinks = 2, .window = 5, .eps = 1e-8};
+    const kv_policy_input input = {.span = s, .run = &run, .ops = &kv_ops_cpu};
+    float r[2 * (S + 3)], priority[S];
+    for (size_t a = 0; a < 3; a++)
+        for (int mean = 0; mean < 2; mean++) {
+            float dense[2 * (S + 3)];
+            target(s, &run, powers[a], mean, dense);
+            memcpy(r, dense, sizeof r);
+            cr_assert_eq(kv_target_sparse(&input, powers[a], mean, log_gamma, r), KV_OK, "%s",
+                         kv_error_message());
+            for (int32_t h = 0; h < 2; h++) {
+                for (int32_t t = 0; t < S; t++)
+                    priority[t] = (float)((double)dense[h * s->stride + t] - t * log_gamma[h]);
+                for (int32_t t = run.sinks; t < S - run.window; t++) {
+                    double reduced = 0;
+                    for (int32_t g = 0; g < G; g++) {
+                        double m = 0;
+                        for (int32_t u = t + run.window; u < S; u++) {
+                            double sum = 0, at_t = 0;
+                            for (int32_t x = 0; x <= u; x++) {
+                                double l = 0;
+                                for (int32_t i = 0; i < s->head_dim; i++)
+                                    l += (double)s->q[((h * G + g) * s->stride + u) * 8 + i] *
+                                         (double)s->k[(h * s->stride + x) * 8 + i];
+                                const double e = exp(l * (double)s->scale);
+                                if (kept(priority, &run, u, x)) sum += e;
+                                if (x == t) at_t = e;
+                            }
+                            const double p = at_t / sum;
+                            m = isinf(powers[a]) ? fmax(m, p) : m + pow(p, powers[a]);
+                        }
+                        if (!isinf(powers[a])) m /= S - t - run.window;
+                        reduced = mean ? reduced + m / G : fmax(reduced, m);
+                    }
+                    const double want = log(1e-8 + reduced), got = r[h * s->stride + t];
+                    cr_assert_float_eq(got, want, 1e-5, "power %g mean %d head %d r[%d] = %g, %g",
+                                       powers[a], mean, h, t, got, want);
+                }
+            }
+        }
     naive_case_free(&c);
 }
