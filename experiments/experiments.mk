@@ -9,7 +9,9 @@ MODEL  ?= traces/model
 SET    ?=
 TRACE  ?= traces/data/reasoning-$(LENGTH)-s$(SEED).h5
 JOBS   ?= $(shell nproc)
-SETS    = $(foreach s,$(SET),--set '$(s)')
+# One word of a shell, whatever it holds.
+quote   = '$(subst ','\'',$(1))'
+SETS    = $(foreach s,$(SET),--set $(call quote,$(s)))
 AGAIN   = @+$(MAKE) -s --no-print-directory -j$(JOBS)
 
 # Identity of the build: rewritten only when it changes, so that nothing else is built again.
@@ -30,7 +32,7 @@ build: setup
 traces/data/reasoning-%.h5:
 	@mkdir -p $(@D)
 	@name='$*'; echo "recording $@" >&2; \
-	./kvlab record --model $(MODEL) --corpus reasoning --length "$${name%-s*}" --seed "$${name#*-s}" --output $@
+	./kvlab record --model $(call quote,$(MODEL)) --corpus reasoning --length "$${name%-s*}" --seed "$${name#*-s}" --output $@
 
 #: make trace [SEED= LENGTH=]              record the default trace (held-out seeds are below 2^31)
 trace: build
@@ -39,28 +41,28 @@ trace: build
 #: make experiment POLICY= BUDGET= [TRACE= SEED= SET= DEVICE=]
 #:                                         replay policies, print the table, write results and pictures
 experiment: build
-	@./kvlab policies '$(POLICY)'
+	@./kvlab policies $(call quote,$(POLICY))
 	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
-	@./kvlab experiment --trace '$(TRACE)' --policy '$(POLICY)' --budget '$(BUDGET)' --seed '$(SEED)' --device $(DEVICE) $(SETS)
+	@./kvlab experiment --trace $(call quote,$(TRACE)) --policy $(call quote,$(POLICY)) --budget $(call quote,$(BUDGET)) --seed $(call quote,$(SEED)) --device $(call quote,$(DEVICE)) $(SETS)
 	@BUDGET= plots/draw.sh results/latest
 
 #: make sweep [TRACE= SET=]                18 points: the policies and budgets of experiments/sweep.ini, with pictures
 sweep: build
 	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
-	@./kvlab experiment --config experiments/sweep.ini --trace '$(TRACE)' --device $(DEVICE) $(SETS)
+	@./kvlab experiment --config experiments/sweep.ini --trace $(call quote,$(TRACE)) --device $(call quote,$(DEVICE)) $(SETS)
 	@BUDGET= plots/draw.sh results/latest
 
 #: make plots [RESULTS=DIR BUDGET= LAYER= KV_HEAD=]
 #:                                         draw the pictures of a results folder again (default: the latest)
 RESULTS ?= results/latest
 plots: build
-	@plots/draw.sh '$(RESULTS)'
+	@plots/draw.sh $(call quote,$(RESULTS))
 
 #: make evaluate POLICY= BUDGET= [MODEL=]  accuracy of a model under a policy
 evaluate: build
-	@./kvlab policies '$(POLICY)'
+	@./kvlab policies $(call quote,$(POLICY))
 	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
-	@./kvlab evaluate --model '$(MODEL)' --trace '$(TRACE)' --policy '$(POLICY)' --budget '$(BUDGET)' --seed '$(SEED)' --device $(DEVICE) $(SETS)
+	@./kvlab evaluate --model $(call quote,$(MODEL)) --trace $(call quote,$(TRACE)) --policy $(call quote,$(POLICY)) --budget $(call quote,$(BUDGET)) --seed $(call quote,$(SEED)) --device $(call quote,$(DEVICE)) $(SETS)
 
 # Training takes one policy, and traces from seeds of 2147483648 on: every smaller seed is held out for experiments.
 TRAIN_TRACES ?= 10
@@ -70,7 +72,7 @@ TRAIN_FILES   = $(patsubst %,traces/data/reasoning-$(LENGTH)-s%.h5,$(shell seq 2
 #:                                         train the weights of a learned policy, recording the traces it needs
 train: build
 	@+$(MAKE) -s --no-print-directory -j1 $(TRAIN_FILES)
-	@./kvlab train --policy '$(TRAIN_POLICY)' --budget '$(BUDGET)' --device $(DEVICE) $(SETS) --trace $(TRAIN_FILES)
+	@./kvlab train --policy $(call quote,$(TRAIN_POLICY)) --budget $(call quote,$(BUDGET)) --device $(call quote,$(DEVICE)) $(SETS) --trace $(TRAIN_FILES)
 
 #: make finding [OUT= JOBS= THREADS_PER_RUN= DEVICE=]
 #:                                         train and evaluate what experiments/finding/README.md compares

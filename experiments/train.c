@@ -19,6 +19,7 @@
 #include "reference/replay.h"
 #include "reference/tensors.h"
 #include "traces/model_load.h"
+#include "traces/output.h"
 #include "traces/safetensors.h"
 
 static const kv_learner *const learners[] = {&kv_learner_kvpop_mlp, &kv_learner_kvpop,
@@ -119,8 +120,10 @@ static json_t *identity_of(const kv_learner *learner, const kv_train_job *job) {
 static kv_status check_output(kv_train_job *job, bool *done) {
     kv_tensors set = {0};
     *done = false;
+    kv_status st = kv_output_check(job->report->output);
+    if (st != KV_OK) return st;
     if (job->options->force || access(job->report->output, F_OK) != 0) return KV_OK;
-    kv_status st = kv_safetensors_open(job->report->output, &set);
+    st = kv_safetensors_open(job->report->output, &set);
     const char *identity = st == KV_OK ? kv_tensors_meta(&set, "training") : NULL;
     *done = identity && strcmp(identity, job->plan.identity) == 0;
     kv_tensors_free(&set);
