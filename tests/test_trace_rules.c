@@ -123,6 +123,8 @@ static const broken rule[] = {
     /* values */
     {{.kind = WRITE, .object = R "token", .index = 17, .number = -5},
      {R "token", "-5", "token 17"}},
+    {{.kind = WRITE, .object = R "position", .index = 4, .number = 2147483647},
+     {R "position", "2147483647", "token 4"}},
     {{.kind = WRITE, .object = R "scored", .index = 9, .number = 4}, {R "scored", "4", "0..3"}},
     {{.kind = WRITE, .object = R "doc_start", .number = 1}, {R "doc_start", "1", "starts at 0"}},
     {{.kind = WRITE, .object = R "doc_start", .index = 2, .number = 107},

@@ -10,6 +10,7 @@
 static const char *const standard_kind[] = {"special",   "value",  "scratch", "name",
                                             "structure", "filler", "equation"};
 enum { N_STANDARD_KIND = sizeof standard_kind / sizeof *standard_kind, MAX_KIND = 256 };
+enum { MAX_POSITION = 1 << 30 }; /* differences and successors of positions stay within 32 bits */
 
 /* Messages about attributes name their object; this adds the file. */
 static kv_status in_file(const kv_trace *t, kv_status st) {
@@ -45,13 +46,14 @@ out:
 static kv_status load_i32(kv_trace *t, kv_request_item item, int32_t **out) {
     kv_status st = KV_OK;
     int64_t *x = NULL;
+    const int64_t max = item == KV_ITEM_POSITION ? MAX_POSITION : INT32_MAX;
     KV_NEW(*out, t->info.n_token);
     KV_NEW(x, t->info.n_token);
     for (int32_t r = 0; r < t->desc.n_request; r++) {
         int64_t first = t->request_first[r], n = t->request_first[r + 1] - first;
         for (int64_t i = 0; i < n; i++) x[i] = i;
         if (t->desc.request[r].item[item].presence == KV_DATASET)
-            KV_TRY(read_ints(t, r, item, 0, INT32_MAX, x));
+            KV_TRY(read_ints(t, r, item, 0, max, x));
         for (int64_t i = 0; i < n; i++) (*out)[first + i] = (int32_t)x[i];
     }
 out:
