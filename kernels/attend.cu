@@ -14,7 +14,7 @@
 namespace {
 
 constexpr float LIFT = 7.0f, SLACK = 8.0f; // binary exponents
-constexpr int TILE = 128, STAGES = 2;
+constexpr int TILE = 64, STAGES = 4;
 
 struct attend_args {
     int n_token, n_q_head, n_kv_head, n_block, head_dim_out, sinks, window;
@@ -32,6 +32,10 @@ struct key_list {
     int count, far, open; // all; inside every E(u); visible to all queries
     __device__ __forceinline__ int key(int i) const {
         return i >= count ? -1 : list ? __ldg(list + i) : i;
+    }
+    // Whether a tile of keys [from, to) needs a look at each key: hidden ones, or some inside and some outside E.
+    __device__ __forceinline__ bool mixed(int from, int to) const {
+        return to > open || (from < far && to > far);
     }
     __device__ __forceinline__ int2 limits(int key) const { // visible from, up to but excluding
         return key < 0 ? make_int2(INT_MAX, 0) : make_int2(key, list ? __ldg(until + key) : INT_MAX);
@@ -64,7 +68,8 @@ __device__ __forceinline__ void hide(float (&x)[N], uint32_t (&inside)[2], const
         // Volatile: the compiler would load all limits ahead and run out of registers.
         asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(t[0]), "=r"(gone[0]), "=r"(t[1]), "=r"(gone[1])
-                     : "r"(at + 64 * j));
+                     : "r"(at + 64 * j)
+                     : "memory");
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int r = i / 2, c = i % 2, query = u + 8 * r;
@@ -203,30 +208,36 @@ attend_portable(const T *q, const T *k, const T *v, bool exact, attend_args a) {
 
 // ---- wgmma: persistent blocks of one gathering and two consumer warpgroups ----
 //
-// An item is (KV head, 64 queries, two query heads of the group); each consumer warpgroup takes one head. The gathering warpgroup
-// copies the listed rows of K and V into swizzled tiles. While a consumer works on the exponentials of tile j, its product of tile
-// j-1 with V runs.
+// An item is (KV head, 64 queries, up to four query heads of the group): 256 rows share what is gathered, else L2 would bind. Each
+// consumer warpgroup takes two of the heads in turn. The gathering warpgroup copies the listed rows of K and V into swizzled
+// tiles. One warpgroup's exponentials run beside the other's products.
+
+constexpr int HEADS = 4;
 
 template <int D> struct attend_shared {
-    alignas(1024) uint16_t q[2][2][64 * D];
+    alignas(1024) uint16_t q[HEADS][64 * D];
     alignas(1024) uint16_t k[STAGES][TILE * D], v[STAGES][TILE * D];
     alignas(16) int2 limit[STAGES][TILE];
-    uint64_t q_full[2], q_empty[2];
+    uint64_t q_full, q_empty;
     uint64_t k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-    int item[2];
+    int item;
 };
 
 struct attend_item {
-    int kv, block, head; // head: of the first consumer warpgroup
-    bool second;         // whether the other one has a head
+    int kv, block, head, heads; // first query head and how many
 };
 
-// The two halves of a group follow each other, long lists first, one KV head after the other: lists and keys stay in L2.
+__host__ __device__ __forceinline__ int parts_of(const attend_args &a) {
+    return (a.n_q_head / a.n_kv_head + HEADS - 1) / HEADS;
+}
+
+// Parts of a group follow each other, long lists first, one KV head after the other: lists and keys stay in L2.
 __device__ __forceinline__ attend_item item_of(int i, const attend_args &a) {
-    const int group = a.n_q_head / a.n_kv_head, pairs = (group + 1) / 2;
-    const int kv = i / (a.n_block * pairs), rest = i % (a.n_block * pairs);
-    const int first = rest % pairs * 2;
-    return attend_item{kv, a.n_block - 1 - rest / pairs, kv * group + first, first + 1 < group};
+    const int group = a.n_q_head / a.n_kv_head, parts = parts_of(a);
+    const int kv = i / (a.n_block * parts), rest = i % (a.n_block * parts);
+    const int first = rest % parts * HEADS;
+    return attend_item{kv, a.n_block - 1 - rest / parts, kv * group + first,
+                       min(HEADS, group - first)};
 }
 
 template <class T, int D, bool EXACT>
@@ -237,10 +248,10 @@ __global__ __launch_bounds__(384, 1) void attend_hopper(const __grid_constant__ 
     using namespace hopper;
     extern __shared__ __align__(1024) char raw[];
     attend_shared<D> &s = *reinterpret_cast<attend_shared<D> *>(raw);
-    const int team = uniform(threadIdx.x / 128);
-    const int pairs = (a.n_q_head / a.n_kv_head + 1) / 2, items = a.n_kv_head * a.n_block * pairs;
+    const int team = uniform(threadIdx.x / 128), items = a.n_kv_head * a.n_block * parts_of(a);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++) barrier_init(&s.q_full[i], 1), barrier_init(&s.q_empty[i], 8);
+        barrier_init(&s.q_full, 1);
+        barrier_init(&s.q_empty, 8);
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&s.k_full[i], 256); // each gathering thread: its copies, its ordinary writes
             barrier_init(&s.v_full[i], 128);
@@ -252,41 +263,41 @@ __global__ __launch_bounds__(384, 1) void attend_hopper(const __grid_constant__ 
     __syncthreads();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     if (team == 0) {
-        registers_shrink<56>();
+        registers_shrink<40>();
         constexpr int chunks = D / 8, rows = 32 / chunks; // 16-byte chunks of a row, rows per instruction
-        ring<2> qr;
+        ring<1> qr;
         ring<STAGES> kr;
         const int chunk = lane % chunks;
-        for (;;) {
+        for (;; qr.next()) {
             if (threadIdx.x == 0) {
                 const int i = atomicAdd(a.next, 1);
-                barrier_wait(&s.q_empty[qr.slot], qr.parity ^ 1);
-                s.item[qr.slot] = i < items ? i : -1;
+                barrier_wait(&s.q_empty, qr.parity ^ 1);
+                s.item = i < items ? i : -1;
                 if (i < items) {
                     const attend_item m = item_of(i, a);
-                    barrier_expect(&s.q_full[qr.slot], (m.second ? 2 : 1) * 64 * D * 2);
-                    for (int h = 0; h < (m.second ? 2 : 1); h++)
-                        load_tile(s.q[qr.slot][h], &q_map, m.block * KV_BLOCK, m.head + h,
-                                  &s.q_full[qr.slot]);
+                    barrier_expect(&s.q_full, (uint32_t)(m.heads * 64 * D * 2));
+                    for (int h = 0; h < m.heads; h++)
+                        load_tile(s.q[h], &q_map, m.block * KV_BLOCK, m.head + h, &s.q_full);
                 } else {
-                    barrier_arrive(&s.q_full[qr.slot]);
+                    barrier_arrive(&s.q_full);
                 }
             }
             asm volatile("bar.sync 1, 128;" ::: "memory");
-            const int i = s.item[qr.slot];
-            qr.next();
+            const int i = s.item;
             if (i < 0) break;
             const attend_item m = item_of(i, a);
             const key_list keys = keys_of(a, m.kv, m.block);
             const size_t plane = (size_t)m.kv * (size_t)a.n_token * D + (size_t)chunk * 8;
             const int tiles = max(1, (keys.count + TILE - 1) / TILE);
-            int key = keys.key((int)threadIdx.x), next = -1;
+            constexpr int share = TILE / 4; // rows of a warp
+            const int mine = warp * share + lane % share;
+            int key = keys.key(mine), next = -1;
             for (int j = 0; j < tiles; j++, kr.next()) {
-                if (j + 1 < tiles) next = keys.key((j + 1) * TILE + (int)threadIdx.x);
+                if (j + 1 < tiles) next = keys.key((j + 1) * TILE + mine);
                 auto gather = [&](uint16_t *to, const T *from) {
 #pragma unroll
-                    for (int r = 0; r < 32; r += rows) {
-                        const int line = warp * 32 + r + lane / chunks;
+                    for (int r = 0; r < share; r += rows) {
+                        const int line = warp * share + r + lane / chunks;
                         const int t = __shfl_sync(~0u, key, r + lane / chunks);
                         portable::copy16((char *)to + chunk / 8 * (TILE * 128) + line * 128 +
                                              ((chunk % 8 ^ line % 8) << 4),
@@ -296,113 +307,147 @@ __global__ __launch_bounds__(384, 1) void attend_hopper(const __grid_constant__ 
                 barrier_wait(&s.k_empty[kr.slot], kr.parity ^ 1);
                 gather(s.k[kr.slot], k);
                 barrier_arrive_after_copies(&s.k_full[kr.slot]);
-                if ((j + 1) * TILE > keys.open)
-                    s.limit[kr.slot][threadIdx.x] = keys.limits(key);
+                if (lane < share && keys.mixed(j * TILE, (j + 1) * TILE))
+                    s.limit[kr.slot][mine] = keys.limits(key);
                 barrier_arrive(&s.k_full[kr.slot]);
                 barrier_wait(&s.v_empty[kr.slot], kr.parity ^ 1);
                 gather(s.v[kr.slot], v);
                 barrier_arrive_after_copies(&s.v_full[kr.slot]);
                 key = next;
             }
+            asm volatile("bar.sync 1, 128;" ::: "memory"); // s.item has been read by all
         }
         portable::copy_wait<0>();
     } else {
-        registers_grow<224>();
-        ring<2> qr;
-        ring<STAGES> kr, vr;
-        for (;;) {
-            barrier_wait(&s.q_full[qr.slot], qr.parity);
-            const int i = uniform(s.item[qr.slot]);
+        registers_grow<232>();
+        ring<1> qr;
+        ring<STAGES> kr;
+        for (;; qr.next()) {
+            barrier_wait(&s.q_full, qr.parity);
+            const int i = uniform(s.item);
             if (i < 0) break;
             const attend_item m = item_of(i, a);
-            const key_list keys = keys_of(a, m.kv, m.block);
+            key_list keys = keys_of(a, m.kv, m.block);
             const int tiles = uniform(max(1, (keys.count + TILE - 1) / TILE));
-            const int far = uniform(keys.far), open = uniform(keys.open);
+            keys.far = uniform(keys.far);
+            keys.open = uniform(keys.open);
             const int u = m.block * KV_BLOCK + warp * 16 + lane / 4;
-            const uint64_t qd = tile_k_major(s.q[qr.slot][team - 1]);
-            attend_row row[2] = {start(a.unit), start(a.unit)};
-            float o[D / 2] = {}, x[64];
-            uint32_t p[32], rest[EXACT ? 32 : 1];
-            // Logits of tile j lie in x: frees its keys and turns x into probabilities.
-            auto probabilities = [&](int j) {
-                kv_zone zone = KV_NEAR;
+            attend_row row[2][2] = {{start(a.unit), start(a.unit)}, {start(a.unit), start(a.unit)}};
+            float o0[D / 2] = {}, o1[D / 2] = {};
+            const bool first = team - 1 < m.heads, second = team + 1 < m.heads;
+            float x[TILE / 2];
+            uint32_t p[TILE / 4], rest[EXACT ? TILE / 4 : 1];
+            auto zone_of_tile = [&](int j) {
+                if (keys.mixed(j * TILE, (j + 1) * TILE)) return KV_MIXED;
+                return (j + 1) * TILE <= keys.far ? KV_FAR : KV_NEAR;
+            };
+            // x = logits of head h and the tile at kr; issues, does not wait.
+            auto logits = [&](int h) {
+                tile_product<T, D, TILE>(x, tile_k_major(s.q[2 * h + team - 1]),
+                                         tile_k_major(s.k[kr.slot]));
+            };
+            auto weights = [&](int h, kv_zone zone, uint32_t slot) {
                 uint32_t inside[2] = {};
-                if ((j + 1) * TILE <= far) zone = KV_FAR;
-                if ((j + 1) * TILE > open || (j * TILE < far && (j + 1) * TILE > far)) {
-                    zone = KV_MIXED;
-                    hide(x, inside, s.limit[kr.slot] + 2 * (lane % 4), u, a);
-                    __syncwarp();
-                }
-                if (lane == 0) barrier_arrive(&s.k_empty[kr.slot]);
-                kr.next();
-                weigh(x, row[0], 0, a.unit, zone, inside[0]);
-                weigh(x, row[1], 1, a.unit, zone, inside[1]);
+                if (zone == KV_MIXED) hide(x, inside, s.limit[slot] + 2 * (lane % 4), u, a);
+                weigh(x, row[h][0], 0, a.unit, zone, inside[0]);
+                weigh(x, row[h][1], 1, a.unit, zone, inside[1]);
             };
-            auto pack_probabilities = [&]() {
+            auto pack_weights = [&]() {
 #pragma unroll
-                for (int i2 = 0; i2 < 32; i2++) {
-                    p[i2] = portable::pack(x[2 * i2], x[2 * i2 + 1], T());
+                for (int c = 0; c < TILE / 4; c++) {
+                    p[c] = portable::pack(x[2 * c], x[2 * c + 1], T());
                     if constexpr (EXACT)
-                        rest[i2] = portable::pack_rest(x[2 * i2], x[2 * i2 + 1], p[i2], T());
+                        rest[c] = portable::pack_rest(x[2 * c], x[2 * c + 1], p[c], T());
                 }
             };
-            auto times_values = [&]() { // issues o += P V of the tile at vr
-                barrier_wait(&s.v_full[vr.slot], vr.parity);
-                proxy_fence();
-                const uint64_t vd = tile_n_major(s.v[vr.slot], TILE * 128);
+            auto values = [&](float(&o)[D / 2], uint32_t slot) { // issues o += P V
+                const uint64_t vd = tile_n_major(s.v[slot], TILE * 128);
                 mma_begin();
 #pragma unroll
-                for (int i2 = 0; i2 < TILE / 16; i2++) {
-                    mma<T, D>::rs(o, p + 4 * i2, vd + step_n_major(i2), 1);
-                    if constexpr (EXACT) mma<T, D>::rs(o, rest + 4 * i2, vd + step_n_major(i2), 1);
+                for (int c = 0; c < TILE / 16; c++) {
+                    mma<T, D>::rs(o, p + 4 * c, vd + step_n_major(c), 1);
+                    if constexpr (EXACT) mma<T, D>::rs(o, rest + 4 * c, vd + step_n_major(c), 1);
                 }
                 mma_commit();
             };
-            auto logits = [&]() { // issues x = Q K^T of the tile at kr
+            auto wait_keys = [&]() {
                 barrier_wait(&s.k_full[kr.slot], kr.parity);
                 proxy_fence();
-                tile_product<T, D>(x, qd, tile_k_major(s.k[kr.slot]));
             };
-            auto finish_values = [&]() {
+            auto wait_values = [&](uint32_t slot, uint32_t parity) {
+                barrier_wait(&s.v_full[slot], parity);
+                proxy_fence();
+            };
+            if (second) {
+                // While one head's products run, the other head's exponentials are formed.
+                wait_keys();
+                logits(0);
                 mma_wait<0>();
-                pin(o);
-                if (lane == 0) barrier_arrive(&s.v_empty[vr.slot]);
-                vr.next();
-            };
-            // exact needs 32 more registers for P, so its products do not overlap its own exponentials, only the other
-            // warpgroup's.
-            logits();
-            mma_wait<0>();
-            pin(x);
-            probabilities(0);
-            pack_probabilities();
-            for (int j = 1; j < tiles; j++) {
-                if constexpr (EXACT) {
-                    times_values();
-                    finish_values();
-                    logits();
-                    mma_wait<0>();
-                    pin(x);
-                    probabilities(j);
-                } else {
-                    logits();
-                    times_values();
+                pin(x);
+                weights(0, zone_of_tile(0), kr.slot);
+                pack_weights();
+                for (int j = 0; j < tiles; j++) {
+                    const kv_zone zone = zone_of_tile(j);
+                    const uint32_t slot = kr.slot, parity = kr.parity;
+                    logits(1);
+                    wait_values(slot, parity);
+                    values(o0, slot);
                     mma_wait<1>();
                     pin(x);
-                    probabilities(j);
-                    finish_values();
+                    weights(1, zone, slot);
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(&s.k_empty[slot]);
+                    mma_wait<0>();
+                    pin(o0);
+                    fade_rows(o1, row[1][0].fade, row[1][1].fade);
+                    pack_weights();
+                    kr.next();
+                    if (j + 1 < tiles) wait_keys();
+                    logits(0); // behind the last tile: stale keys, not used
+                    values(o1, slot);
+                    mma_wait<1>();
+                    pin(x);
+                    if (j + 1 < tiles)
+                        weights(0, zone_of_tile(j + 1), kr.slot);
+                    else
+                        row[0][0].fade = row[0][1].fade = 1.0f;
+                    mma_wait<0>();
+                    pin(o1);
+                    if (lane == 0) barrier_arrive(&s.v_empty[slot]);
+                    fade_rows(o0, row[0][0].fade, row[0][1].fade);
+                    pack_weights();
                 }
-                fade_rows(o, row[0].fade, row[1].fade);
-                pack_probabilities();
+            } else {
+                for (int j = 0; j < tiles; j++, kr.next()) {
+                    wait_keys();
+                    if (first) {
+                        logits(0);
+                        mma_wait<0>();
+                        pin(x);
+                        weights(0, zone_of_tile(j), kr.slot);
+                        fade_rows(o0, row[0][0].fade, row[0][1].fade);
+                        pack_weights();
+                        wait_values(kr.slot, kr.parity);
+                        values(o0, kr.slot);
+                        mma_wait<0>();
+                        pin(o0);
+                    }
+                    __syncwarp();
+                    if (lane == 0) {
+                        barrier_arrive(&s.k_empty[kr.slot]);
+                        barrier_arrive(&s.v_empty[kr.slot]);
+                    }
+                }
             }
-            if (lane == 0) barrier_arrive(&s.q_empty[qr.slot]);
-            qr.next();
-            times_values();
-            finish_values();
-            if (team == 2 && !m.second) continue;
-            const int head = m.head + team - 1;
-            finish(row[0], o, 0, a, head, u);
-            finish(row[1], o, 1, a, head, u + 8);
+            if (lane == 0) barrier_arrive(&s.q_empty);
+            if (first) {
+                finish(row[0][0], o0, 0, a, m.head + team - 1, u);
+                finish(row[0][1], o0, 1, a, m.head + team - 1, u + 8);
+            }
+            if (second) {
+                finish(row[1][0], o1, 0, a, m.head + team + 1, u);
+                finish(row[1][1], o1, 1, a, m.head + team + 1, u + 8);
+            }
         }
     }
 #endif
@@ -414,7 +459,7 @@ kv_status launch_hopper(const kv_gpu_span *s, attend_args a) {
     CUtensorMap q_map;
     kv_scratch next;
     const size_t bytes = sizeof(attend_shared<D>);
-    const int pairs = (a.n_q_head / a.n_kv_head + 1) / 2, items = a.n_kv_head * a.n_block * pairs;
+    const int items = a.n_kv_head * a.n_block * parts_of(a);
     KV_RETURN(kv_tile_map(s, s->q, s->n_q_head, 64, &q_map));
     KV_RETURN(next.reserve(g, sizeof(int)));
     KV_CUDA(cudaMemsetAsync(next.buffer->data, 0, sizeof(int), g->stream));

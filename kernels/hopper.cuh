@@ -161,13 +161,13 @@ KV_MMA_TYPE(__nv_bfloat16, "bf16");
 #undef KV_MMA_TYPE
 #undef KV_MMA
 
-// Products of a 64-row with a 128-row tile over head_dim D, one committed group. Issues, does not wait.
-template <class T, int D>
-__device__ __forceinline__ void tile_product(float (&d)[64], uint64_t a, uint64_t b) {
+// Products of a 64-row with an N-row tile over head_dim D, one committed group. Issues, does not wait.
+template <class T, int D, int N = 128>
+__device__ __forceinline__ void tile_product(float (&d)[N / 2], uint64_t a, uint64_t b) {
     mma_begin();
 #pragma unroll
     for (int i = 0; i < D / 16; i++)
-        mma<T, 128>::ss(d, a + step_k_major(i, 64), b + step_k_major(i, 128), i > 0);
+        mma<T, N>::ss(d, a + step_k_major(i, 64), b + step_k_major(i, N), i > 0);
     mma_commit();
 }
 

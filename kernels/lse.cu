@@ -1,8 +1,7 @@
 // Dense log-sum-exp of every query, with the mass and the largest probability of the long range E(u) (kv_dense_compute's rows).
 //
 // Queries are the stationary side. A thread keeps its own running maximum and sum of its 32 columns of a row; nothing crosses
-// lanes until the end, except the row maximum when events are wanted. The key of the largest logit is looked for only in tiles
-// whose maximum beats the row's best so far.
+// lanes until the end. The key of the largest long-range logit is looked for only in tiles that beat the row's best so far.
 #include <climits>
 
 #include "kernels/hopper.cuh"
@@ -42,8 +41,7 @@ __device__ __forceinline__ void add_tile(const float (&x)[N], lse_row (&row)[2],
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         lse_row &s = row[r];
-        float max = kv_row_max(x, r);
-        if (EVENTS) max = kv_quad_max(max);
+        const float max = kv_row_max(x, r);
         s.max = fmaxf(s.max, max);
         const float shift = s.max * unit, fade = kv_exp2(s.shift - shift);
         s.shift = shift;
@@ -62,14 +60,15 @@ __device__ __forceinline__ void add_tile(const float (&x)[N], lse_row (&row)[2],
         s.far *= fade;
         if (zone == KV_FAR) {
             s.far += a;
-            if (__any_sync(~0u, max > s.top) && max > s.top) {
-                s.top = max;
-                s.at = INT_MAX;
+            if (__any_sync(~0u, max > s.top)) {
+                const float best = kv_quad_max(max);
+                int at = INT_MAX;
 #pragma unroll
                 for (int j = N / 4 - 1; j >= 0; j--) {
-                    if (x[4 * j + 2 * r + 1] == max) s.at = key + column_of(4 * j + 1);
-                    if (x[4 * j + 2 * r] == max) s.at = key + column_of(4 * j);
+                    if (x[4 * j + 2 * r + 1] == best) at = key + column_of(4 * j + 1);
+                    if (x[4 * j + 2 * r] == best) at = key + column_of(4 * j);
                 }
+                if (best > s.top) s.top = best, s.at = at;
             }
         } else if (zone == KV_MIXED) {
             const int from = sinks - key, to = u + 8 * r - window - key; // columns inside E(u)
@@ -87,8 +86,8 @@ __device__ __forceinline__ void add_tile(const float (&x)[N], lse_row (&row)[2],
                 }
             s.far += inside;
             s.near -= inside;
-            max = kv_quad_max(best);
-            if (max > s.top) s.top = max, s.at = best == max ? at : INT_MAX;
+            const float top = kv_quad_max(best);
+            if (top > s.top) s.top = top, s.at = best == top ? at : INT_MAX;
         }
     }
 }
@@ -338,6 +337,7 @@ kv_status launch(const kv_gpu_span *s, lse_args a) {
     }
     const size_t bytes =
         (size_t)(1 + portable::stages<T>()) * portable::tile_elements<T>(D) * sizeof(T);
+    a.unit = KV_LOG2E; // its logits are scaled
     KV_RETURN(kv_allow_shared(g, lse_portable<T, D, EVENTS>, bytes));
     lse_portable<T, D, EVENTS>
         <<<dim3((unsigned)kv_div_up(s->n_token, portable::ROWS), (unsigned)s->n_q_head),
