@@ -50,6 +50,7 @@ kv_status kv_verify_select(kv_verify *v);
 kv_status kv_verify_replay(kv_verify *v);
 kv_status kv_verify_mlp(kv_verify *v);
 kv_status kv_verify_mlstm(kv_verify *v);
+kv_status kv_verify_gradients(kv_verify *v);
 kv_status kv_verify_linear(kv_verify *v);
 kv_status kv_verify_forward(kv_verify *v);
 

@@ -630,8 +630,6 @@ int clusters_at_once(const kv_gpu *g, kernel_fn *kernel, const loop_args &a, int
     int n = 0;
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              (int)c.dynamicSmemBytes) != cudaSuccess ||
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
-            cudaSuccess ||
         cudaOccupancyMaxActiveClusters(&n, kernel, &c) != cudaSuccess) {
         (void)cudaGetLastError();
         return 0;
@@ -639,29 +637,24 @@ int clusters_at_once(const kv_gpu *g, kernel_fn *kernel, const loop_args &a, int
     return n;
 }
 
-// Chooses the number of blocks per set: rounds of clusters times an estimate of one query's clocks (products, keys that are not in
-// shared memory, waiting).
+// Chooses the number of blocks per set: rounds of clusters times the clocks of one query, a line through what an H200 took with 1 to 8
+// blocks (kernels/NOTES.md): waiting, work per slot and row, keys that are not in shared memory.
 void choose(const kv_gpu_span *s, kernel_fn *kernel, int n_set, loop_args *best) {
     const kv_gpu *g = s->gpu;
     double least = INFINITY;
     loop_args a = *best;
     // The portable path of a Hopper GPU does what older ones do.
-    const int most = g->cc_major > 9 || g->hopper ? 16 : 1;
-#ifdef KV_LOOP_BLOCKS
-    for (int n_block = KV_LOOP_BLOCKS; n_block == KV_LOOP_BLOCKS; n_block *= 2) {
-#else
+    const int most = g->cc_major > 9 || g->hopper ? 8 : 1;
     for (int n_block = 1; n_block <= most; n_block *= 2) {
-#endif
         arrange(s, g->shared_limit, n_block, &a);
         const int at_once = clusters_at_once(g, kernel, a, n_set);
         if (at_once == 0 || shared_bytes(a) > g->shared_limit) continue;
-        const double pairs = (double)a.n_slot * a.members;
-        const double bytes =
-            (double)(a.n_slot - a.resident) * a.members * s->head_dim * (s->type == KV_F32 ? 4 : 2);
-        const double products = s->type == KV_F32 ? pairs * a.group * s->head_dim / 40
-                                                  : pairs * kv_div_up(a.group, 8) * 2;
-        const double wait = n_block == 1 ? 1500 : 3000;
-        const double clocks = kv_div_up(n_set, at_once) * (std::max(products, bytes / 32) + wait);
+        const double slots = (double)a.n_slot, keys = (double)(a.n_slot - a.resident) * a.members;
+        const double bytes = keys * s->head_dim * (s->type == KV_F32 ? 4 : 2);
+        const double fma = s->type == KV_F32 ? slots * a.members * a.group * s->head_dim / 40 : 0;
+        const double wait = n_block == 1 ? 8000 : 9300;
+        const double clocks = kv_div_up(n_set, at_once) *
+                              (wait + 2.5 * slots * a.members * a.group + bytes / 64 + fma);
         if (clocks < least) {
             least = clocks;
             *best = a;

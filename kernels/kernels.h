@@ -112,6 +112,23 @@ kv_status kv_gpu_select(kv_gpu *g, int32_t n_head, int32_t n_token, const kv_run
 kv_status kv_gpu_scores(kv_gpu *g, const kv_scorer *s, int32_t n_token, const kv_gpu_buffer *k,
                         const kv_gpu_buffer *v, const kv_gpu_buffer *hidden, kv_gpu_buffer *rhat);
 
+/* Scorer networks of n_lane KV heads in training (kv_net_forward_f32, kv_net_backward_f32; parameters laid out as there). Neighbouring
+ * `group` lanes share a hidden state (the heads of a layer). exact: fp32 throughout; otherwise the operands of matrix products are
+ * bfloat16, sums, levels, memory and gradients stay fp32 or wider. KV_E_UNAVAILABLE without libcublas. */
+typedef struct kv_gpu_net kv_gpu_net;
+kv_status kv_gpu_net_new(kv_gpu *g, const kv_net_spec *spec, int32_t n_lane, int32_t group,
+                         bool exact, kv_gpu_net **out);
+void kv_gpu_net_free(kv_gpu_net *net); /* NULL is legal */
+/* Tokens of the passes to come; doc_first [n_doc + 1]. k, v [n_lane][n_token][n_input/2], or v NULL and k = x
+ * [n_lane][n_token][n_input] (both ignored with hidden input); hidden [n_lane/group][n_token][n_hidden] or NULL. All fp32. */
+kv_status kv_gpu_net_input(kv_gpu_net *net, int32_t n_token, int32_t n_doc,
+                           const int64_t *doc_first, const kv_gpu_buffer *k, const kv_gpu_buffer *v,
+                           const kv_gpu_buffer *hidden);
+/* rhat [n_lane][n_token]; then for e = dL/drhat: grad [n_lane][n_param] is set to dL/dparam. One backward per forward pass. */
+kv_status kv_gpu_net_forward(kv_gpu_net *net, const kv_gpu_buffer *param, kv_gpu_buffer *rhat);
+kv_status kv_gpu_net_backward(kv_gpu_net *net, const kv_gpu_buffer *param, const kv_gpu_buffer *e,
+                              kv_gpu_buffer *grad);
+
 /* C[m][n] = A[m][k] W[n][k]^T in fp32 (kv_linear). W is a host array in its stored format; its fp32 copy stays on the device and is
  * known again by address, size and content. KV_E_UNAVAILABLE without libcublas. */
 kv_status kv_gpu_linear(kv_gpu *g, int32_t m, int32_t n, int32_t k, const kv_gpu_buffer *a,

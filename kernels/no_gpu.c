@@ -88,3 +88,20 @@ kv_status kv_gpu_replay_attention(const kv_gpu_span *s, const kv_attention_rule 
                                   kv_gpu_buffer *gap, kv_gpu_buffer *evict_at) {
     return unavailable();
 }
+void kv_gpu_net_free(kv_gpu_net *net) {}
+kv_status kv_gpu_net_new(kv_gpu *g, const kv_net_spec *spec, int32_t n_lane, int32_t group,
+                         bool exact, kv_gpu_net **out) {
+    return unavailable();
+}
+kv_status kv_gpu_net_input(kv_gpu_net *net, int32_t n_token, int32_t n_doc,
+                           const int64_t *doc_first, const kv_gpu_buffer *k, const kv_gpu_buffer *v,
+                           const kv_gpu_buffer *hidden) {
+    return unavailable();
+}
+kv_status kv_gpu_net_forward(kv_gpu_net *net, const kv_gpu_buffer *param, kv_gpu_buffer *rhat) {
+    return unavailable();
+}
+kv_status kv_gpu_net_backward(kv_gpu_net *net, const kv_gpu_buffer *param, const kv_gpu_buffer *e,
+                              kv_gpu_buffer *grad) {
+    return unavailable();
+}

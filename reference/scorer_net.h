@@ -12,6 +12,10 @@
 
 #include "policies/policy.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct kv_net_spec {
     bool recurrent; /* false: the MLP alone */
     bool delay;     /* read for token t at t + window, else at t */
@@ -98,5 +102,9 @@ kv_status kv_net_backward_f64(const kv_net_spec *spec, const double *param,
                               const kv_net_input_f64 *input, kv_net_tape_f64 *tape, const double *e,
                               double *grad);
 void kv_net_tape_free_f64(kv_net_tape_f64 *tape);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif
