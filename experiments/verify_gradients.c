@@ -212,22 +212,31 @@ out:
     return st;
 }
 
-/* Gradients are judged part by part: a component's error relative to the largest of its part and lane. */
+/* Gradients are judged part by part: a component's error relative to the largest of its part and lane. The parts of the gates are one
+ * part: a bias' gradient is a sum that nearly cancels (the memory's scale is a gauge). Gates get theirs through a sum over all later
+ * rows of differences of products, in which the rounding of bfloat16 operands adds up. */
 static void compare(kv_verify *v, const shape *s, const problem *p, bool exact) {
-    const double score = exact ? 1e-4 : 6e-2, slope = exact ? 1e-4 : 6e-2;
+    const double score = exact ? 2e-5 : 6e-2, slope = exact ? 2e-5 : 6e-2,
+                 gates = exact ? 2e-5 : 2e-1;
     const int32_t n_param = (int32_t)p->layout.n_param;
     kv_verify_f32(v, "rhat", (kv_verify_shape){s->lanes, s->n, s->n}, p->rhat, p->want, score,
                   score);
     for (int i = 0; i < KV_NET_PARTS; i++) {
-        const int64_t size = kv_net_part_size(&p->layout, (kv_net_part)i),
-                      at = p->layout.part[i].at;
-        for (int32_t lane = 0; size > 0 && lane < s->lanes; lane++) {
+        const bool gate = i == KV_NET_GATE_I_W;
+        const int last = gate ? KV_NET_GATE_F_B : i;
+        const int64_t at = p->layout.part[i].at,
+                      end =
+                          p->layout.part[last].at + kv_net_part_size(&p->layout, (kv_net_part)last);
+        for (int32_t lane = 0; end > at && lane < s->lanes; lane++) {
             const float *want = p->wanted + (int64_t)lane * n_param + at;
             double top = 1e-6;
-            for (int64_t j = 0; j < size; j++) top = fmax(top, fabs((double)want[j]));
-            kv_verify_f32(v, p->layout.part[i].name, (kv_verify_shape){1, (int32_t)size, size},
-                          p->grad + (int64_t)lane * n_param + at, want, 0, slope * top);
+            for (int64_t j = 0; j < end - at; j++) top = fmax(top, fabs((double)want[j]));
+            kv_verify_f32(v, gate ? "gates" : p->layout.part[i].name,
+                          (kv_verify_shape){1, (int32_t)(end - at), end - at},
+                          p->grad + (int64_t)lane * n_param + at, want, 0,
+                          (gate ? gates : slope) * top);
         }
+        i = last;
     }
 }
 
@@ -238,7 +247,9 @@ kv_status kv_verify_gradients(kv_verify *v) {
         const shape *s = &shapes[i];
         KV_TRY(problem_make(s, &p));
         for (int32_t lane = 0; lane < s->lanes; lane++) KV_TRY(reference_lane(s, &p, lane));
-        for (int exact = 1; exact >= 0; exact--) {
+        /* Without a norm the readout divides by a sum that may nearly cancel: nothing for bfloat16. */
+        const int least = s->spec.recurrent && !s->spec.norm ? 1 : 0;
+        for (int exact = 1; exact >= least; exact--) {
             kv_verify_case(v, "%s, %s", s->name, exact ? "fp32" : "bfloat16 operands");
             KV_TRY(gpu_passes(v, s, &p, exact));
             compare(v, s, &p, exact);
