@@ -111,6 +111,8 @@ static json_t *identity_of(const kv_learner *learner, const kv_train_job *job) {
     json_object_set_new(o, "params", params);
     json_object_set_new(o, "model_xxh3", json_string(job->set.model_hash));
     json_object_set_new(o, "held_out_traces", json_integer(job->plan.held_out >= 0));
+    if (job->options->ops != &kv_ops_cpu)
+        json_object_set_new(o, "device", json_string(job->options->ops->name));
     if (json_object_set_new(o, "trace_xxh3", traces) == 0) return o;
     json_decref(o);
     return NULL;

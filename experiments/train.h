@@ -15,7 +15,7 @@ typedef struct kv_train_options {
     const char *model_dir; /* the traces must come from this model; NULL: not checked */
     const char *output;    /* NULL: policies/weights/<policy>-b<budget>.safetensors */
     const char *cache_folder;
-    const kv_ops *ops; /* computes the targets */
+    const kv_ops *ops; /* computes the targets; scorers are trained on the same device */
     bool force;        /* replace other weights, start over */
 } kv_train_options;
 

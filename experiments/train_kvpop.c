@@ -166,6 +166,7 @@ static kv_status train(const kv_learner *learner, kv_train_job *job) {
     job->plan.theta.rate = kv_params_real(p, "delta") > 0 ? 0 : kv_params_real(p, "rate_theta");
     KV_TRY(kv_train_scorer_open(&job->set, &job->run, &spec, &loss, &scorer));
     KV_TRY(kv_train_set_load(&job->set, &need));
+    if (need.ops != &kv_ops_cpu) KV_TRY(kv_train_scorer_use_gpu(scorer));
     int32_t n_lane = job->set.n_layer * job->set.n_kv_head;
     KV_TRY(kv_train_state_open(n_lane, layout.n_param, true, job->plan.held_out >= 0, &state));
     for (int32_t lane = 0; lane < n_lane; lane++) {
