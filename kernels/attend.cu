@@ -62,6 +62,9 @@ __device__ __forceinline__ void hide(float (&x)[N], uint32_t (&inside)[2], const
                                      const attend_args &a) {
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(limit);
     inside[0] = inside[1] = 0;
+#ifdef KV_BREAK_ATTEND
+    u++;
+#endif
 #pragma unroll
     for (int j = 0; j < N / 4; j++) {
         int t[2], gone[2];
@@ -157,7 +160,7 @@ __device__ __forceinline__ attend_row start(float unit) {
 // ---- mma.sync: one block per (64 queries, query head) ----
 
 template <class T, int D>
-__global__ __launch_bounds__(portable::THREADS) void
+__global__ __launch_bounds__(portable::THREADS, 1) void
 attend_portable(const T *q, const T *k, const T *v, bool exact, attend_args a) {
     using namespace portable;
     extern __shared__ __align__(16) char shared[];

@@ -42,6 +42,9 @@ __device__ __forceinline__ void add_tile(const float (&x)[N], column_row (&row)[
                                          const column_args &a, const float *norm, int query,
                                          int t) {
     float part[2][2] = {};
+#ifdef KV_BREAK_COLUMN
+    t++;
+#endif
 #pragma unroll
     for (int j = 0; j < N / 4; j++) {
         const float2 shift = *reinterpret_cast<const float2 *>(norm + 8 * j);
@@ -103,8 +106,8 @@ __global__ void norm_kernel(const float *lse, float *norm, int n, int padded, do
 // ---- mma.sync: one block per (64 keys, query head) ----
 
 template <class T, int D, column_form FORM>
-__global__ __launch_bounds__(portable::THREADS) void column_portable(const T *q, const T *k,
-                                                                     column_args a) {
+__global__ __launch_bounds__(portable::THREADS, 2) void column_portable(const T *q, const T *k,
+                                                                        column_args a) {
     using namespace portable;
     extern __shared__ __align__(16) char shared[];
     constexpr int tile = tile_elements<T>(D), stage_count = stages<T>();

@@ -4,8 +4,11 @@ CUDA       ?= $(if $(or $(SAN),$(filter-out file,$(origin SRC))),0,auto)
 CUDA_HOME  ?= /usr/local/cuda
 NVCC       ?= $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc 2>/dev/null))
 CUDA_ARCHS ?= 90a#                 compute capabilities; 90a holds the fast path, 80 and 100 run the portable one
-NVCC_FLAGS  = -std=c++17 -O3 -I. $(if $(filter 90a,$(CUDA_ARCHS)),-DKV_HOPPER) -Xptxas -warn-spills \
-              $(if $(CUDA_STRICT),-Werror all-warnings -Xptxas -Werror)
+# 177: helpers of the wgmma kernels are unused where the target has no wgmma.
+NVCC_FLAGS  = -std=c++17 -O3 -I. -diag-suppress 177 $(if $(filter 90a,$(CUDA_ARCHS)),-DKV_HOPPER) -Xptxas -warn-spills \
+              $(if $(CUDA_STRICT),-Werror all-warnings -Xptxas -Werror) $(BREAK:%=-DKV_BREAK_%)
+# BREAK="LSE COLUMN ATTEND ..." plants one error in each named operation, to see that `kvlab verify` finds it (another BUILD= folder).
+BREAK      ?=
 CUDA_SRCS  := $(wildcard kernels/*.cu)
 
 ifeq ($(CUDA)$(NVCC),1)
@@ -40,16 +43,20 @@ CUDA_FILE = $(patsubst $(BUILD)/sm_$(CUDA_ONE)/%.o,%.cu,$@)
 $(foreach a,80 90a 100,$(eval $(BUILD)/sm_$(a)/%.o: CUDA_ARCHS := $(a)))
 
 #: make bundle                             bundle/: kvlab, its libraries, model and fixtures, for a machine with a GPU driver only
-# The copy finds its libraries beside itself. System libraries (glibc, the driver) come from that machine.
+# bundle/kvlab unpacks the program and its libraries beside itself when first called. glibc and the driver come from that machine.
 .PHONY: bundle
-BUNDLE_SYSTEM := libc libm libdl librt libpthread ld-linux-x86-64 linux-vdso
+BUNDLE_SYSTEM := libc|libm|libdl|librt|libpthread|ld-linux-x86-64|linux-vdso
 bundle: kvlab
 	@rm -rf bundle
-	@mkdir -p bundle/lib bundle/policies bundle/traces bundle/tests
-	$(Q)$(CC) $(LDFLAGS) -Wl,--disable-new-dtags,-rpath,'$$ORIGIN/lib' $(BUILD)/experiments/main.o $(LIB) $(CUDA_LIBS) $(LDLIBS) -o bundle/kvlab
-	@ldd bundle/kvlab | awk '$$3 ~ /^\// {print $$3}' | grep -vE '/($(subst $(eval) ,|,$(BUNDLE_SYSTEM)))\.so' | xargs -I{} cp -L {} bundle/lib/
-	@strip bundle/kvlab bundle/lib/*
-	@cp -r policies/weights bundle/policies/
+	@mkdir -p bundle/lib bundle/policies/weights bundle/traces bundle/tests
+	$(Q)$(CC) $(LDFLAGS) -Wl,--disable-new-dtags,-rpath,'$$ORIGIN' $(BUILD)/experiments/main.o $(LIB) $(CUDA_LIBS) $(LDLIBS) -o bundle/lib/kvlab
+	@ldd bundle/lib/kvlab | awk '$$3 ~ /^\// {print $$3}' | grep -vE '/($(BUNDLE_SYSTEM))\.so' | xargs -I{} cp -L {} bundle/lib/
+	@strip bundle/lib/*
+	@tar -C bundle -czf bundle/lib.tar.gz lib
+	@rm -r bundle/lib
+	@printf '#!/bin/sh\nhere=$$(dirname "$$(readlink -f "$$0")")\n[ -x "$$here/lib/kvlab" ] || tar -C "$$here" -xzf "$$here/lib.tar.gz"\nexec "$$here/lib/kvlab" "$$@"\n' >bundle/kvlab
+	@chmod +x bundle/kvlab
+	@cp -r policies/weights bundle/policies/ 2>/dev/null || true
 	@cp -r traces/model bundle/traces/
 	@cp -r tests/fixtures bundle/tests/
 	@du -sh bundle

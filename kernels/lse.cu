@@ -112,6 +112,9 @@ __device__ __forceinline__ void finish(const lse_row &s, const lse_args &a, int 
 
 template <int N>
 __device__ __forceinline__ void hide_future(float (&x)[N], int key, int u) {
+#ifdef KV_BREAK_LSE
+    u--;
+#endif
 #pragma unroll
     for (int i = 0; i < N; i++)
         if (key + column_of(i) > u + (i & 2) * 4) x[i] = -INFINITY;
