@@ -169,9 +169,6 @@ __global__ void readout_kernel(readout_args r) {
     for (int c = own; c < r.n_value; c += 32) score = fmaf(a[c], kv_silu(x[c] * inverse), score);
     score = kv_warp_sum(score);
     if (own) return;
-#ifdef KV_BREAK_MLSTM
-    if (row % 50 == 0) score += 1e-2f;
-#endif
     r.factor[row].w = (float)by;
     float *to = &r.rhat[lane * r.n_token + t];
     *to = r.add ? *to + score : score;

@@ -56,9 +56,6 @@ template <class T> __global__ void own_kernel(own_args<T> a) {
     for (int c = (int)threadIdx.x % 32; c < a.width; c += 32)
         sum = fmaf(kv_silu(kv_wide(z[c]) + bias[c]), w[c], sum);
     sum = kv_warp_sum(sum);
-#ifdef KV_BREAK_MLP
-    if (t % 97 == 0) sum += 1e-2f;
-#endif
     if (threadIdx.x % 32 == 0) a.rhat[lane * a.n_token + t] = sum;
 }
 
@@ -133,7 +130,11 @@ __global__ void mlp_slope_kernel(T *z, vectors bias, vectors w, const float *e,
         const int c = (int)(i % width);
         const int64_t row = i / width, lane = row / n_row;
         const int t = token[row % n_row];
+#ifdef KV_BREAK_GRADIENTS
+        const float up = t < 1 ? 0.0f : e[lane * n_token + t - 1];
+#else
         const float up = t < 0 ? 0.0f : e[lane * n_token + t];
+#endif
         z[i] = kv_slim<T>(up * w.of(lane)[c] * kv_silu_slope(kv_wide(z[i]) + bias.of(lane)[c]));
     }
 }
