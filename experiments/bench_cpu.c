@@ -4,8 +4,8 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "experiments/ceiling.h"
 #include "reference/attention.h"
-#include "reference/attention_kernel.h"
 #include "reference/core/cpu.h"
 #include "reference/core/log.h"
 #include "reference/core/mem.h"
@@ -147,20 +147,6 @@ out:
     return st;
 }
 
-/* fp32 multiply-adds per second of all threads, in GFLOP/s. */
-static double ceiling(void) {
-    const kv_attention_kernel *kernel = kv_attention_kernel_get();
-    double total = 0, begin = kv_now();
-#pragma omp parallel reduction(+ : total)
-    {
-        double flop;
-        volatile float sink = kernel->peak(20000000, &flop);
-        (void)sink;
-        total += flop;
-    }
-    return total / (kv_now() - begin) * 1e-9;
-}
-
 static int compare(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
@@ -172,35 +158,40 @@ static double median(double *x, int32_t n) {
 
 static kv_status measure(FILE *out, const layer *l, const operation *op, int32_t repeats) {
     kv_status st = KV_OK;
-    double *seconds = NULL, *ratio = NULL;
+    double *seconds = NULL, top = kv_ceiling(NULL);
     const double flop =
         2.0 * op->products * l->span.head_dim * (op->masked ? l->kept_pairs : l->dense_pairs);
     KV_NEW(seconds, repeats);
-    KV_NEW(ratio, repeats);
     for (int32_t i = 0; i < repeats; i++) {
-        const double top = ceiling(), begin = kv_now();
+        const double begin = kv_now();
         KV_TRY(op->run(l));
         seconds[i] = kv_now() - begin;
-        ratio[i] = flop / seconds[i] * 1e-9 / top;
+        top = kv_ceiling(NULL);
     }
     const double middle = median(seconds, repeats);
     fprintf(out, "%-46s d=%-4d %9.4f s %8.1f GFLOP/s  %.3f of ceiling\n", op->name,
-            l->span.head_dim, middle, flop / middle * 1e-9, median(ratio, repeats));
+            l->span.head_dim, middle, flop / middle * 1e-9, flop / middle * 1e-9 / top);
 out:
     free(seconds);
-    free(ratio);
     return st;
 }
 
 kv_status kv_bench_cpu(FILE *out, int32_t n_token, int32_t repeats) {
     kv_status st = KV_OK;
     layer l = {0};
+    kv_isa isa = KV_ISA_GENERIC;
+    double top = 0;
     if (n_token < 1 || repeats < 1)
         return KV_FAIL(KV_E_USAGE, "%d tokens, %d repeats: both must be at least 1", n_token,
                        repeats);
-    fprintf(out,
-            "%s, %s, %d threads, fp32 FMA ceiling %.1f GFLOP/s, S=%d, 8 query heads, 2 KV heads\n",
-            kv_cpu_model(), kv_isa_name(kv_cpu_isa()), kv_threads(), ceiling(), n_token);
+    for (int i = 0; i < 4; i++) top = kv_ceiling(&isa);
+    fprintf(
+        out,
+        "%s, %s kernels, %d threads, fp32 FMA ceiling %.1f GFLOP/s (%s), S=%d, 8 query heads, 2 KV "
+        "heads\n"
+        "ratio: counted operations / time / ceiling; counted are 2 * head size per pair that is "
+        "seen and product\n",
+        kv_cpu_model(), kv_isa_name(kv_cpu_isa()), kv_threads(), top, kv_isa_name(isa), n_token);
     for (int32_t head_dim = 64; head_dim <= 128; head_dim *= 2) {
         KV_TRY(layer_make(&l, n_token, head_dim));
         for (int i = 0; i < N_OPERATION; i++) KV_TRY(measure(out, &l, &operations[i], repeats));

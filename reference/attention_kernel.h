@@ -92,8 +92,8 @@ typedef struct kv_attention_kernel {
     float (*rotated_dot)(const float *q, const float *k, int32_t half, const float *cos,
                          const float *sin);
 
-    /* n * 24 * lanes independent fused multiply-adds: the ceiling that benchmarks divide by. Returns a value that depends on them;
-     * *flop receives the number of operations. */
+    /* n steps of as many independent fused multiply-adds as a register tile holds, nothing else: the ceiling that benchmarks divide by.
+     * Returns a value that depends on them; *flop receives the number of operations. */
     float (*peak)(int64_t n, double *flop);
 } kv_attention_kernel;
 

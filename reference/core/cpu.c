@@ -10,7 +10,7 @@
 
 static const char *const isa_name[] = {"generic", "avx2", "avx512"};
 
-static kv_isa detect(void) {
+kv_isa kv_cpu_isa_best(void) {
     kv_isa best = KV_ISA_GENERIC;
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -20,6 +20,11 @@ static kv_isa detect(void) {
         __builtin_cpu_supports("avx512dq"))
         best = KV_ISA_AVX512;
 #endif
+    return best;
+}
+
+static kv_isa detect(void) {
+    kv_isa best = kv_cpu_isa_best();
     const char *wanted = getenv("KV_ISA");
     for (int i = 0; wanted && i <= (int)best; i++)
         if (strcmp(wanted, isa_name[i]) == 0) best = (kv_isa)i;

@@ -8,6 +8,7 @@ typedef enum kv_isa { KV_ISA_GENERIC, KV_ISA_AVX2, KV_ISA_AVX512 } kv_isa;
 
 kv_isa
 kv_cpu_isa(void); /* best supported set; KV_ISA=generic|avx2|avx512 lowers it (tests, bisecting) */
+kv_isa kv_cpu_isa_best(void); /* whatever KV_ISA says */
 const char *kv_isa_name(kv_isa isa);
 const char *kv_cpu_model(void); /* "AMD EPYC …" from /proc/cpuinfo, "unknown" otherwise */
 size_t kv_cpu_l2_bytes(void);   /* per core; 512 KiB when the system does not tell */
