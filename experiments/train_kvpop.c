@@ -29,6 +29,8 @@
         KV_CHOICE( \
             "lse", "dense|sparse", \
             "target's normaliser: all keys, or those the target itself keeps at this budget"), \
+        KV_NUMBER("boundary", 1, 0, 1, \
+                  "share of the budget's long-range slots at whose edge pairs are formed"), \
         KV_COUNT("sample", 0, 0, 1000000, "queries per document that give pairs; 0: every one"), \
         KV_NUMBER("margin", 0.5, 0, 100, \
                   "target margin below which a pair weighs less; 0: all the same"), \
@@ -105,6 +107,16 @@ static kv_net_spec make_spec(const kv_train_job *job, bool recurrent) {
     return s;
 }
 
+/* The run at whose cutoffs pairs are formed. An order learned at the edge of fewer slots is right among the best tokens, where a mistake
+ * costs an answer; at the edge of what just fits both tokens hardly matter. */
+static kv_run boundary_run(const kv_train_job *job) {
+    kv_run run = job->run;
+    const int32_t k = run.budget - run.sinks - run.window;
+    const int32_t slots = (int32_t)ceil(kv_params_real(&job->params, "boundary") * k);
+    run.budget += (slots > 1 ? slots : 1) - k;
+    return run;
+}
+
 /* theta whose decay is delta, kept off the ends where it would be infinite. */
 static double theta_of(const kv_params *p) {
     double delta = kv_params_real(p, "delta");
@@ -150,6 +162,7 @@ static kv_status train(const kv_learner *learner, kv_train_job *job) {
                             .balance = kv_params_int(p, "balance") == 0,
                             .sample = kv_params_int(p, "sample"),
                             .tail = kv_loss_defaults.tail};
+    const kv_run boundary = boundary_run(job);
     kv_train_need need = {.run = &job->run,
                           .target = true,
                           .power = kv_params_real(p, "power"),
@@ -164,7 +177,7 @@ static kv_status train(const kv_learner *learner, kv_train_job *job) {
     job->plan.theta = job->plan.scorer;
     job->plan.theta.weight_decay = 0;
     job->plan.theta.rate = kv_params_real(p, "delta") > 0 ? 0 : kv_params_real(p, "rate_theta");
-    KV_TRY(kv_train_scorer_open(&job->set, &job->run, &spec, &loss, &scorer));
+    KV_TRY(kv_train_scorer_open(&job->set, &boundary, &spec, &loss, &scorer));
     KV_TRY(kv_train_set_load(&job->set, &need));
     if (need.ops != &kv_ops_cpu) KV_TRY(kv_train_scorer_use_gpu(scorer));
     int32_t n_lane = job->set.n_layer * job->set.n_kv_head;
