@@ -24,7 +24,7 @@ $(BUILD)/experiments/version.o: CPPFLAGS += -I$(BUILD)
 FORCE:
 
 # `make` reads package flags while it starts, so everything that needs a build calls make again once the packages are there.
-.PHONY: build trace experiment evaluate sweep plots train finding bench verify test asan clean format-check ci
+.PHONY: build trace experiment evaluate sweep plots train weights finding bench verify test asan clean format-check ci
 build: setup
 	$(AGAIN) kvlab
 
@@ -68,11 +68,18 @@ evaluate: build
 TRAIN_TRACES ?= 10
 TRAIN_POLICY  = $(if $(filter file,$(origin POLICY)),kvpop_mlp,$(POLICY))
 TRAIN_FILES   = $(patsubst %,traces/data/reasoning-$(LENGTH)-s%.h5,$(shell seq 2147483648 $$((2147483647 + $(TRAIN_TRACES)))))
+# Settings of the shipped weights of this policy and budget; those of SET come after them and win.
+TRAIN_SETS    = $(foreach s,$(shell awk '$$1 == "$(TRAIN_POLICY)" && $$2 == "$(BUDGET)" {$$1 = $$2 = ""; print}' experiments/shipped.txt),--set $(TRAIN_POLICY).$(s))
 #: make train POLICY= BUDGET= [TRAIN_TRACES= SET=]
 #:                                         train the weights of a learned policy, recording the traces it needs
 train: build
 	@+$(MAKE) -s --no-print-directory -j1 $(TRAIN_FILES)
-	@./kvlab train --policy $(call quote,$(TRAIN_POLICY)) --budget $(call quote,$(BUDGET)) --device $(call quote,$(DEVICE)) $(SETS) --trace $(TRAIN_FILES)
+	@./kvlab train --policy $(call quote,$(TRAIN_POLICY)) --budget $(call quote,$(BUDGET)) --device $(call quote,$(DEVICE)) $(TRAIN_SETS) $(SETS) --trace $(TRAIN_FILES)
+
+#: make weights                            train everything that policies/weights ships; what is there is kept
+weights: build
+	@grep -v '^#' experiments/shipped.txt | while read -r policy budget settings; do \
+	    $(MAKE) -s --no-print-directory train POLICY=$$policy BUDGET=$$budget; done
 
 #: make finding [OUT= JOBS= THREADS_PER_RUN= DEVICE=]
 #:                                         train and evaluate what experiments/finding/README.md compares
