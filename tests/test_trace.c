@@ -11,34 +11,15 @@
 
 #include "reference/core/log.h"
 #include "tests/naive/mutate_hdf5.h"
-#include "tests/naive/small_trace.h"
-#include "tests/naive/test_folder.h"
+#include "tests/naive/small_folder.h"
 
-static small_trace *small;
-
-static void setup(void) {
-    test_folder_enter();
-    small = malloc(sizeof *small);
-    small_trace_make(small);
-}
-
-static void teardown(void) {
-    free(small);
-    test_folder_leave();
-}
-
-TestSuite(trace, .init = setup, .fini = teardown);
+TestSuite(trace, .init = small_folder_enter, .fini = small_folder_leave);
 
 static kv_trace *open_trace(const char *path) {
     kv_trace *t = NULL;
     kv_status st = kv_trace_open(path, &t);
     cr_assert_eq(st, KV_OK, "%s: %d %s", path, st, kv_error_message());
     return t;
-}
-
-static void write_small(const char *path) {
-    kv_status st = small_trace_write(small, path);
-    cr_assert_eq(st, KV_OK, "%s: %d %s", path, st, kv_error_message());
 }
 
 static bool equal(const void *a, const void *b, size_t n) { return memcmp(a, b, n) == 0; }
@@ -54,7 +35,7 @@ Test(trace, everything_comes_back_in_every_type) {
     for (int j = 0; j < 3; j++) {
         const char *what = kv_dtype_name(type[j]);
         small->spec.type = type[j];
-        write_small("a.h5");
+        small_folder_write("a.h5");
         kv_trace *t = open_trace("a.h5");
         const kv_trace_info *i = kv_trace_get(t);
         cr_expect_eq(i->type, type[j], "%s", what);
@@ -137,7 +118,7 @@ Test(trace, the_hash_covers_what_the_contract_lists) {
     snprintf(expected, 33, "%016llx%016llx", (unsigned long long)h.high64,
              (unsigned long long)h.low64);
     small->spec.type = KV_F32;
-    write_small("a.h5");
+    small_folder_write("a.h5");
     kv_trace *t = open_trace("a.h5");
     cr_assert_eq(kv_trace_content_hash(t, found), KV_OK);
     cr_expect_str_eq(found, expected);
@@ -159,9 +140,9 @@ static char *slurp(const char *path, long *n) {
 
 Test(trace, the_same_input_gives_the_same_bytes) {
     long n, m;
-    write_small("a.h5");
+    small_folder_write("a.h5");
     sleep(1); /* HDF5 times have seconds */
-    write_small("b.h5");
+    small_folder_write("b.h5");
     char *a = slurp("a.h5", &n), *b = slurp("b.h5", &m);
     cr_expect(n == m && equal(a, b, (size_t)n));
     free(a);
@@ -172,7 +153,7 @@ Test(trace, optional_data_may_be_missing) {
     const char *optional[] = {"doc_start", "position", "kind", "scored",
                               "query_pos", "hidden",   "lse"};
     char object[64];
-    write_small("a.h5");
+    small_folder_write("a.h5");
     for (size_t i = 0; i < sizeof optional / sizeof *optional; i++) {
         snprintf(object, sizeof object, "/requests/r00000/%s", optional[i]);
         cr_assert_eq(mutate("a.h5", &(mutation){.kind = DROP, .object = object}), 0, "%s", object);
@@ -234,7 +215,7 @@ Test(trace, foreign_spellings_are_read) {
         char what[160];
         snprintf(what, sizeof what, "case %zu: %s %s", i, m[i].object ? m[i].object : "version",
                  m[i].name ? m[i].name : "");
-        write_small("a.h5");
+        small_folder_write("a.h5");
         cr_assert_eq(mutate("a.h5", &m[i]), 0, "%s", what);
         kv_trace *t = NULL;
         cr_expect_eq(kv_trace_open("a.h5", &t), KV_OK, "%s: %s", what, kv_error_message());
@@ -260,7 +241,7 @@ Test(trace, a_later_minor_version_is_read_with_a_warning) {
     int warnings = 0;
     kv_log_set_level(KV_LOG_WARN);
     kv_log_set_sink(count_warnings, &warnings);
-    write_small("a.h5");
+    small_folder_write("a.h5");
     mutate("a.h5", &(mutation){.kind = SET_VERSION, .index = 1, .number = 3});
     kv_trace_close(open_trace("a.h5"));
     kv_log_set_sink(NULL, NULL);
@@ -268,7 +249,7 @@ Test(trace, a_later_minor_version_is_read_with_a_warning) {
 }
 
 Test(trace, requests_are_pooled_in_name_order) {
-    write_small("a.h5");
+    small_folder_write("a.h5");
     mutate("a.h5", &(mutation){.kind = COPY_REQUEST, .name = "early"});
     mutate("a.h5", &(mutation){.kind = WRITE, .object = "/requests/early/token", .number = 4242});
     mutate("a.h5", &(mutation){.kind = DROP, .object = "/requests/early/doc_start"});
@@ -305,7 +286,7 @@ Test(trace, requests_are_pooled_in_name_order) {
 Test(trace, kinds_scores_and_gates) {
     float score[FX_KV * FX_TOKEN];
     double delta[FX_KV];
-    write_small("a.h5");
+    small_folder_write("a.h5");
     mutate("a.h5", &(mutation){.kind = SET_TEXT,
                                .object = R "kind",
                                .name = "flag_meanings",
@@ -347,7 +328,7 @@ Test(trace, the_writer_refuses_what_it_cannot_store) {
     cr_expect_eq(small_trace_write(small, "a.h5"), KV_E_DATA);
     cr_expect(strstr(kv_error_message(), "range"), "%s", kv_error_message());
     small->spec.type = KV_F32;
-    write_small("a.h5");
+    small_folder_write("a.h5");
     small->q[1][2][30][4] = NAN;
     cr_expect_eq(small_trace_write(small, "b.h5"), KV_E_DATA);
     cr_expect(strstr(kv_error_message(), "finite") && strstr(kv_error_message(), "head 2"), "%s",

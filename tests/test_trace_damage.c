@@ -7,28 +7,9 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
-#include "tests/naive/small_trace.h"
-#include "tests/naive/test_folder.h"
+#include "tests/naive/small_folder.h"
 
-static small_trace *small;
-
-static void setup(void) {
-    test_folder_enter();
-    small = malloc(sizeof *small);
-    small_trace_make(small);
-}
-
-static void teardown(void) {
-    free(small);
-    test_folder_leave();
-}
-
-TestSuite(trace_damage, .init = setup, .fini = teardown);
-
-static void write_small(const char *path) {
-    kv_status st = small_trace_write(small, path);
-    cr_assert_eq(st, KV_OK, "%s: %d %s", path, st, kv_error_message());
-}
+TestSuite(trace_damage, .init = small_folder_enter, .fini = small_folder_leave);
 
 static bool equal(const void *a, const void *b, size_t n) { return memcmp(a, b, n) == 0; }
 
@@ -67,7 +48,7 @@ Test(trace_damage, a_full_disk_is_an_error_and_leaves_nothing) {
     struct stat found;
     ignore_leaks(true);
     signal(SIGXFSZ, SIG_IGN);
-    write_small("a.h5");
+    small_folder_write("a.h5");
     cr_assert_eq(stat("a.h5", &found), 0);
     for (off_t size = 0; size < found.st_size; size += found.st_size / 40) {
         const struct rlimit limit = {(rlim_t)size, RLIM_INFINITY};
@@ -80,7 +61,7 @@ Test(trace_damage, a_full_disk_is_an_error_and_leaves_nothing) {
                       "%lld bytes: a file is left", (long long)size);
     }
     setrlimit(RLIMIT_FSIZE, &(struct rlimit){RLIM_INFINITY, RLIM_INFINITY});
-    write_small("b.h5");
+    small_folder_write("b.h5");
 }
 
 /* Reads everything of a possibly damaged file; the result must be an error, or the original data, or data whose hash tells. */
@@ -115,7 +96,7 @@ Test(trace_damage, truncated_and_flipped_files_are_noticed) {
     long n;
     char what[64];
     ignore_leaks(true);
-    write_small("a.h5");
+    small_folder_write("a.h5");
     char *x = slurp("a.h5", &n);
     for (long size = 0; size < n; size += n / 37) {
         kv_trace *t = NULL;

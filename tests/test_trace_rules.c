@@ -7,8 +7,7 @@
 #include <unistd.h>
 
 #include "tests/naive/mutate_hdf5.h"
-#include "tests/naive/small_trace.h"
-#include "tests/naive/test_folder.h"
+#include "tests/naive/small_folder.h"
 
 #define R "/requests/r00000/"
 #define M "/model"
@@ -152,20 +151,7 @@ static const broken value[] = {
      {R "hidden", "layer 4", "token 7"}},
 };
 
-static small_trace *small;
-
-static void setup(void) {
-    test_folder_enter();
-    small = malloc(sizeof *small);
-    small_trace_make(small);
-}
-
-static void teardown(void) {
-    free(small);
-    test_folder_leave();
-}
-
-TestSuite(trace_rules, .init = setup, .fini = teardown);
+TestSuite(trace_rules, .init = small_folder_enter, .fini = small_folder_leave);
 
 static void describe(const mutation *m, size_t i, char *out, size_t size) {
     snprintf(out, size, "case %zu: kind %d, %s %s %g", i, m->kind, m->object ? m->object : "/",
