@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "experiments/bench_gpu_policy.h"
+#include "experiments/bench_gpu_train.h"
 #include "kernels/kernels.h"
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
@@ -267,6 +268,7 @@ kv_status kv_bench_gpu(FILE *out, int32_t n_token, int32_t repeats) {
         KV_TRY(compare_paths(&b));
     }
     KV_TRY(kv_bench_gpu_policy(out, b.gpu, n_token, repeats, copy));
+    KV_TRY(kv_bench_gpu_train(out, b.gpu, n_token, repeats, copy));
 out:
     bench_close(&b);
     return st;

@@ -248,7 +248,7 @@ out:
 }
 
 kv_train_objective kv_train_dms_objective(kv_train_dms *o) {
-    return (kv_train_objective){o, evaluate};
+    return (kv_train_objective){.context = o, .evaluate = evaluate};
 }
 
 kv_status kv_train_dms_logits(const kv_train_dms *o, const float *param, int32_t trace,

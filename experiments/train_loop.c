@@ -58,23 +58,54 @@ static int32_t trace_of(const kv_train_plan *plan, int64_t step) {
     return place;
 }
 
+static kv_status check_sum(double sum, int64_t step) {
+    if (isfinite(sum)) return KV_OK;
+    return KV_FAIL(KV_E_DATA, "step %lld: the gradient is no longer finite; lower the rate",
+                   (long long)step);
+}
+
+static kv_adamw group_at(const kv_adamw *group, const kv_train_plan *plan, int64_t step) {
+    kv_adamw now = *group;
+    now.rate *= kv_rate_factor(step, plan->steps, plan->warmup);
+    return now;
+}
+
 /* One step of one group; the norm is summed lane by lane, so threads do not change it. */
 static kv_status update(const kv_adamw *group, const kv_train_plan *plan, int64_t step,
                         int32_t n_lane, int64_t n, const float *grad, float *param, float *m1,
                         float *m2) {
     double sum = 0;
-    kv_adamw now = *group;
+    const kv_adamw now = group_at(group, plan, step);
     for (int32_t lane = 0; lane < n_lane; lane++) sum += kv_sum_of_squares(n, grad + lane * n);
-    if (!isfinite(sum))
-        return KV_FAIL(KV_E_DATA, "step %lld: the gradient is no longer finite; lower the rate",
-                       (long long)step);
-    now.rate *= kv_rate_factor(step, plan->steps, plan->warmup);
+    kv_status st = check_sum(sum, step);
+    if (st != KV_OK) return st;
     double scale = kv_clip_factor(sqrt(sum), plan->clip);
 #pragma omp parallel for schedule(dynamic)
     for (int32_t lane = 0; lane < n_lane; lane++)
         kv_adamw_step(&now, step + 1, n, grad + lane * n, scale, param + lane * n, m1 + lane * n,
                       m2 + lane * n);
     return KV_OK;
+}
+
+static kv_status update_scorer(const kv_train_plan *plan, const kv_train_objective *o,
+                               kv_train_state *s) {
+    double sum;
+    if (!o->update)
+        return update(&plan->scorer, plan, s->step, s->n_lane, s->n_param, s->grad, s->param, s->m1,
+                      s->m2);
+    const kv_adamw now = group_at(&plan->scorer, plan, s->step);
+    kv_status st = o->update(o->context, &now, s->step + 1, plan->clip, &sum);
+    return st == KV_OK ? check_sum(sum, s->step) : st;
+}
+
+/* Brings what the objective keeps itself into the state. */
+static kv_status fetch(const kv_train_objective *o, kv_train_state *s) {
+    return o->fetch ? o->fetch(o->context, s) : KV_OK;
+}
+
+static kv_status save(const kv_train_plan *plan, const kv_train_objective *o, kv_train_state *s) {
+    kv_status st = fetch(o, s);
+    return st == KV_OK ? kv_train_save(plan, s) : st;
 }
 
 static kv_status one_step(const kv_train_plan *plan, const kv_train_objective *o, kv_train_state *s,
@@ -86,8 +117,7 @@ static kv_status one_step(const kv_train_plan *plan, const kv_train_objective *o
                        "step %lld: the loss is %g; lower the rate, or look for damaged inputs with "
                        "`kvlab inspect --deep`",
                        (long long)s->step, figures->loss);
-    st = update(&plan->scorer, plan, s->step, s->n_lane, s->n_param, s->grad, s->param, s->m1,
-                s->m2);
+    st = update_scorer(plan, o, s);
     if (st == KV_OK && s->theta && plan->theta.rate > 0)
         st = update(&plan->theta, plan, s->step, s->n_lane, 1, s->d_theta, s->theta, s->t1, s->t2);
     s->step++;
@@ -107,6 +137,8 @@ static kv_status check(const kv_train_plan *plan, const kv_train_objective *o, k
     kv_log(KV_LOG_INFO, "train", "step %lld: held-out loss %.4f, decisions %.3f",
            (long long)s->step, f.loss, f.right);
     if (f.loss < s->best) {
+        st = fetch(o, s);
+        if (st != KV_OK) return st;
         s->best = f.loss;
         s->best_step = s->step;
         memcpy(s->best_param, s->param, lanes_bytes(s));
@@ -135,6 +167,7 @@ kv_status kv_train_run(const kv_train_plan *plan, const kv_train_objective *o, k
     if (found)
         kv_log(KV_LOG_WARN, "train", "continuing from step %lld of %s", (long long)s->step,
                plan->checkpoint);
+    if (o->load) KV_TRY(o->load(o->context, s));
     resumed = s->step;
     kv_progress_begin(&progress, "training", (double)(plan->steps - resumed));
     while (s->step < plan->steps && !stop) {
@@ -142,7 +175,7 @@ kv_status kv_train_run(const kv_train_plan *plan, const kv_train_objective *o, k
         st = kv_interrupt_poll();
         if (st == KV_OK) st = one_step(plan, o, s, &now);
         if (st == KV_E_INTERRUPTED) {
-            KV_TRY(kv_train_save(plan, s));
+            KV_TRY(save(plan, o, s));
             KV_RAISE(KV_E_INTERRUPTED, "interrupted after step %lld; the same command continues",
                      (long long)s->step);
         }
@@ -154,12 +187,13 @@ kv_status kv_train_run(const kv_train_plan *plan, const kv_train_objective *o, k
         if (plan->held_out >= 0 && (s->step % plan->check == 0 || s->step == plan->steps))
             KV_TRY(check(plan, o, s, &stop));
         if (kv_now() - saved > save_seconds && s->step < plan->steps) {
-            KV_TRY(kv_train_save(plan, s));
+            KV_TRY(save(plan, o, s));
             saved = kv_now();
         }
         kv_progress_update(&progress, (double)(s->step - resumed));
     }
     kv_progress_end(&progress);
+    KV_TRY(fetch(o, s));
     if (plan->held_out >= 0) {
         memcpy(s->param, s->best_param, lanes_bytes(s));
         if (s->theta) memcpy(s->theta, s->best_theta, (size_t)s->n_lane * sizeof *s->theta);

@@ -28,6 +28,13 @@ typedef struct kv_train_objective {
     /* Loss on trace `trace` at step `step`; gradients into state->grad and state->d_theta when `train`. */
     kv_status (*evaluate)(void *context, kv_train_state *state, int32_t trace, int64_t step,
                           bool train, kv_train_figures *out);
+    /* All three for an objective that keeps param, grad, m1 and m2 itself, on a device; NULL: the state's are used. load takes them
+     * from the state before the first step, fetch copies them back, update makes the step numbered `step` (from 1) with the given
+     * rate and tells the sum of the gradient's squares; unless that is finite, it changes nothing. */
+    kv_status (*load)(void *context, const kv_train_state *state);
+    kv_status (*fetch)(void *context, kv_train_state *state);
+    kv_status (*update)(void *context, const kv_adamw *group, int64_t step, double clip,
+                        double *sum);
 } kv_train_objective;
 
 typedef struct kv_train_plan {

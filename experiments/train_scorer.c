@@ -1,12 +1,11 @@
-/* Boundary loss on a trace. CPU: lanes in parallel, each forward, loss and backward in one go, so memory holds one lane a thread. GPU:
- * the passes of all lanes at once on the device, in fp32 as on the CPU, the losses in between on the CPU, lanes in parallel. */
+/* Boundary loss on a trace: lanes in parallel, each forward, loss and backward in one go, so memory holds one lane a thread. */
 #include "experiments/train_scorer.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/kernels.h"
+#include "experiments/train_scorer_gpu.h"
 #include "reference/core/cpu.h"
 #include "reference/core/mem.h"
 
@@ -25,16 +24,6 @@ typedef struct workspace { /* of one thread, for traces of up to `capacity` toke
     kv_net_tape_f32 *tape;
 } workspace;
 
-typedef struct on_gpu { /* arrays of all lanes; host and device */
-    kv_gpu *gpu;
-    kv_gpu_net *net;
-    int32_t trace;    /* whose inputs are on the device; -1: none */
-    int64_t capacity; /* tokens */
-    float *x, *hidden, *rhat,
-        *e; /* [n_lane][n_token][2 head_dim], [n_layer][n_token][d_model], [n_lane][n_token] */
-    kv_gpu_buffer *x_there, *hidden_there, *rhat_there, *e_there, *param_there, *grad_there;
-} on_gpu;
-
 struct kv_train_scorer {
     const kv_train_set *set;
     const kv_run *run;
@@ -43,7 +32,7 @@ struct kv_train_scorer {
     kv_loss_options loss;
     int32_t n_thread;
     workspace *thread;
-    on_gpu *device; /* NULL: CPU */
+    kv_train_scorer_gpu *gpu; /* NULL: CPU */
 };
 
 static void release(workspace *w) {
@@ -71,28 +60,9 @@ out:
     return st;
 }
 
-static void release_device(on_gpu *d) {
-    float *here[] = {d->x, d->hidden, d->rhat, d->e};
-    kv_gpu_buffer *there[] = {d->x_there, d->hidden_there, d->rhat_there, d->e_there};
-    for (size_t i = 0; i < sizeof here / sizeof *here; i++) {
-        free(here[i]);
-        (void)kv_gpu_free(there[i]);
-    }
-    d->x = d->hidden = d->rhat = d->e = NULL;
-    d->x_there = d->hidden_there = d->rhat_there = d->e_there = NULL;
-    d->capacity = 0;
-    d->trace = -1;
-}
-
 void kv_train_scorer_close(kv_train_scorer *o) {
     if (!o) return;
-    if (o->device) {
-        release_device(o->device);
-        (void)kv_gpu_free(o->device->param_there);
-        (void)kv_gpu_free(o->device->grad_there);
-        kv_gpu_net_free(o->device->net);
-        free(o->device);
-    }
+    kv_train_scorer_gpu_close(o->gpu);
     for (int32_t i = 0; o->thread && i < o->n_thread; i++) release(&o->thread[i]);
     free(o->thread);
     free(o);
@@ -194,90 +164,8 @@ out:
     return st;
 }
 
-static kv_status new_pair(kv_gpu *g, int64_t n, float **here, kv_gpu_buffer **there) {
-    kv_status st = KV_OK;
-    KV_NEW(*here, n);
-    KV_TRY(kv_gpu_new(g, (size_t)n * sizeof(float), there));
-out:
-    return st;
-}
-
-/* Inputs of a trace to the device, unless they are there. */
-static kv_status bring_trace(const kv_train_scorer *o, int32_t trace) {
-    kv_status st = KV_OK;
-    on_gpu *d = o->device;
-    const kv_train_trace *t = &o->set->trace[trace];
-    const int64_t n = t->n_token, lanes = (int64_t)o->set->n_layer * o->set->n_kv_head,
-                  wide = o->spec.hidden_input ? 0 : 2 * o->set->head_dim, hidden = o->spec.n_hidden;
-    if (d->trace == trace) goto out;
-    if (d->capacity < n) {
-        release_device(d);
-        KV_TRY(new_pair(d->gpu, lanes * n * wide, &d->x, &d->x_there));
-        KV_TRY(new_pair(d->gpu, o->set->n_layer * n * hidden, &d->hidden, &d->hidden_there));
-        KV_TRY(new_pair(d->gpu, lanes * n, &d->rhat, &d->rhat_there));
-        KV_TRY(new_pair(d->gpu, lanes * n, &d->e, &d->e_there));
-        d->capacity = n;
-    }
-    d->trace = -1;
-#pragma omp parallel for schedule(dynamic) num_threads(o->n_thread)
-    for (int32_t lane = 0; lane < (int32_t)lanes; lane++) {
-        const int32_t layer = lane / o->set->n_kv_head, head = lane % o->set->n_kv_head;
-        if (wide) kv_train_lane_kv(o->set, t, layer, head, d->x + lane * n * wide);
-        if (hidden && head == 0) layer_hidden(o, t, layer, d->hidden + layer * n * hidden);
-    }
-    if (wide) KV_TRY(kv_gpu_put(d->x_there, d->x, (size_t)(lanes * n * wide) * sizeof(float)));
-    if (hidden)
-        KV_TRY(kv_gpu_put(d->hidden_there, d->hidden,
-                          (size_t)(o->set->n_layer * n * hidden) * sizeof(float)));
-    KV_TRY(kv_gpu_net_input(d->net, (int32_t)n, t->n_doc, t->doc_first, d->x_there, NULL,
-                            hidden ? d->hidden_there : NULL));
-    d->trace = trace;
-out:
-    return st;
-}
-
-/* All lanes on the device; loss [n_lane], failed [n_lane]. */
-static kv_status device_step(const kv_train_scorer *o, kv_train_state *s, int32_t trace,
-                             int64_t step, bool train, kv_loss *loss, kv_status *failed) {
-    kv_status st = KV_OK;
-    on_gpu *d = o->device;
-    const kv_train_trace *t = &o->set->trace[trace];
-    const size_t param = (size_t)(s->n_lane * s->n_param) * sizeof(float),
-                 scores = (size_t)(s->n_lane * t->n_token) * sizeof(float);
-    if (!d->param_there) KV_TRY(kv_gpu_new(d->gpu, param, &d->param_there));
-    if (!d->grad_there) KV_TRY(kv_gpu_new(d->gpu, param, &d->grad_there));
-    KV_TRY(bring_trace(o, trace));
-    KV_TRY(kv_gpu_put(d->param_there, s->param, param));
-    KV_TRY(kv_gpu_net_forward(d->net, d->param_there, d->rhat_there));
-    KV_TRY(kv_gpu_get(d->rhat_there, d->rhat, scores));
-#pragma omp parallel for schedule(dynamic) num_threads(o->n_thread)
-    for (int32_t lane = 0; lane < s->n_lane; lane++) {
-        workspace *w = &o->thread[omp_get_thread_num()];
-        failed[lane] = reserve(o, t->n_token, w);
-        if (failed[lane] == KV_OK)
-            failed[lane] = lane_loss(o, s, t, lane, step, train, d->rhat + lane * t->n_token,
-                                     d->e + lane * t->n_token, w, &loss[lane]);
-    }
-    if (!train) goto out;
-    for (int32_t lane = 0; lane < s->n_lane; lane++)
-        if (failed[lane] != KV_OK) goto out; /* told by the caller */
-    KV_TRY(kv_gpu_put(d->e_there, d->e, scores));
-    KV_TRY(kv_gpu_net_backward(d->net, d->param_there, d->e_there, d->grad_there));
-    KV_TRY(kv_gpu_get(d->grad_there, s->grad, param));
-out:
-    return st;
-}
-
 kv_status kv_train_scorer_use_gpu(kv_train_scorer *o) {
-    kv_status st = KV_OK;
-    const int32_t lanes = o->set->n_layer * o->set->n_kv_head;
-    KV_NEW(o->device, 1);
-    o->device->trace = -1;
-    KV_TRY(kv_gpu_shared(&o->device->gpu));
-    KV_TRY(
-        kv_gpu_net_new(o->device->gpu, &o->spec, lanes, o->set->n_kv_head, true, &o->device->net));
-out:
-    return st;
+    return kv_train_scorer_gpu_open(o->set, o->run, &o->spec, &o->loss, &o->gpu);
 }
 
 static kv_status evaluate(void *context, kv_train_state *s, int32_t trace, int64_t step, bool train,
@@ -288,14 +176,10 @@ static kv_status evaluate(void *context, kv_train_state *s, int32_t trace, int64
     kv_status *failed = NULL;
     KV_NEW(loss, s->n_lane);
     KV_NEW(failed, s->n_lane);
-    if (o->device) {
-        KV_TRY(device_step(o, s, trace, step, train, loss, failed));
-    } else {
 #pragma omp parallel for schedule(dynamic) num_threads(o->n_thread)
-        for (int32_t lane = 0; lane < s->n_lane; lane++)
-            failed[lane] = lane_step(o, s, &o->set->trace[trace], lane, step, train,
-                                     &o->thread[omp_get_thread_num()], &loss[lane]);
-    }
+    for (int32_t lane = 0; lane < s->n_lane; lane++)
+        failed[lane] = lane_step(o, s, &o->set->trace[trace], lane, step, train,
+                                 &o->thread[omp_get_thread_num()], &loss[lane]);
     *out = (kv_train_figures){0};
     for (int32_t lane = 0; lane < s->n_lane; lane++) {
         if (failed[lane] != KV_OK)
@@ -313,5 +197,6 @@ out:
 }
 
 kv_train_objective kv_train_scorer_objective(kv_train_scorer *o) {
-    return (kv_train_objective){o, evaluate};
+    if (o->gpu) return kv_train_scorer_gpu_objective(o->gpu);
+    return (kv_train_objective){.context = o, .evaluate = evaluate};
 }

@@ -12,7 +12,7 @@ typedef struct kv_train_scorer kv_train_scorer;
 kv_status kv_train_scorer_open(const kv_train_set *set, const kv_run *run, const kv_net_spec *spec,
                                const kv_loss_options *loss, kv_train_scorer **out);
 void kv_train_scorer_close(kv_train_scorer *o);
-/* Forward and backward passes on the GPU from here on; the losses stay on the CPU. KV_E_UNAVAILABLE without a GPU. */
+/* Computes on the GPU from here on; after the traces are loaded, before the objective is taken. KV_E_UNAVAILABLE without one. */
 kv_status kv_train_scorer_use_gpu(kv_train_scorer *o);
 kv_train_objective kv_train_scorer_objective(kv_train_scorer *o);
 

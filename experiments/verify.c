@@ -11,11 +11,18 @@ typedef struct operation {
 } operation;
 
 static const operation operations[] = {
-    {"dense", kv_verify_dense},        {"masked", kv_verify_masked},
-    {"attend", kv_verify_attend},      {"select", kv_verify_select},
-    {"closed loop", kv_verify_replay}, {"mlp", kv_verify_mlp},
-    {"mlstm", kv_verify_mlstm},        {"scorer gradients", kv_verify_gradients},
-    {"linear", kv_verify_linear},      {"forward", kv_verify_forward},
+    {"dense", kv_verify_dense},
+    {"masked", kv_verify_masked},
+    {"attend", kv_verify_attend},
+    {"select", kv_verify_select},
+    {"closed loop", kv_verify_replay},
+    {"mlp", kv_verify_mlp},
+    {"mlstm", kv_verify_mlstm},
+    {"scorer gradients", kv_verify_gradients},
+    {"boundary loss", kv_verify_boundary},
+    {"adamw", kv_verify_adamw},
+    {"linear", kv_verify_linear},
+    {"forward", kv_verify_forward},
 };
 enum { OPERATIONS = sizeof operations / sizeof *operations, SHOWN = 10 };
 

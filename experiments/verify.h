@@ -51,6 +51,8 @@ kv_status kv_verify_replay(kv_verify *v);
 kv_status kv_verify_mlp(kv_verify *v);
 kv_status kv_verify_mlstm(kv_verify *v);
 kv_status kv_verify_gradients(kv_verify *v);
+kv_status kv_verify_boundary(kv_verify *v);
+kv_status kv_verify_adamw(kv_verify *v);
 kv_status kv_verify_linear(kv_verify *v);
 kv_status kv_verify_forward(kv_verify *v);
 

@@ -9,6 +9,8 @@
 #ifndef KV_KERNELS_H
 #define KV_KERNELS_H
 
+#include "reference/adamw.h"
+#include "reference/loss_boundary.h"
 #include "reference/ops.h"
 #include "reference/scorer.h"
 
@@ -128,6 +130,29 @@ kv_status kv_gpu_net_input(kv_gpu_net *net, int32_t n_token, int32_t n_doc,
 kv_status kv_gpu_net_forward(kv_gpu_net *net, const kv_gpu_buffer *param, kv_gpu_buffer *rhat);
 kv_status kv_gpu_net_backward(kv_gpu_net *net, const kv_gpu_buffer *param, const kv_gpu_buffer *e,
                               kv_gpu_buffer *grad);
+
+/* Boundary loss of a trace on many KV heads ("lanes") in training (kv_boundary_queries, kv_boundary_pairs, kv_boundary_loss).
+ * doc_first [n_doc + 1]; target [n_lane][n_token] on the host, copied. KV_E_DATA on a NaN target. */
+typedef struct kv_gpu_boundary kv_gpu_boundary;
+kv_status kv_gpu_boundary_new(kv_gpu *g, const kv_run *run, const kv_loss_options *o,
+                              int32_t n_lane, int32_t n_token, int32_t n_doc,
+                              const int64_t *doc_first, const float *target, kv_gpu_boundary **out);
+void kv_gpu_boundary_free(kv_gpu_boundary *b); /* NULL is legal */
+/* Pairs of every lane at a step, which addresses the random draws, under the decays log_gamma [n_lane] on the host. */
+kv_status kv_gpu_boundary_pairs(kv_gpu_boundary *b, int32_t step, const double *log_gamma);
+/* Copies the pairs: pair [n_lane][*n_pair] on the host, NULL: tells only how many a lane has. */
+kv_status kv_gpu_boundary_get(const kv_gpu_boundary *b, int32_t *n_pair, kv_pair *pair);
+/* Losses of the scores rhat [n_lane][n_token] fp32 on the last pairs and decays: loss kv_loss [n_lane]; e [n_lane][n_token] fp32, NULL:
+ * not wanted, is set to the gradient of the lanes' mean loss. */
+kv_status kv_gpu_boundary_loss(kv_gpu_boundary *b, const kv_gpu_buffer *rhat, kv_gpu_buffer *e,
+                               kv_gpu_buffer *loss);
+
+/* A step of AdamW on a group of n parameters (kv_clip_factor, kv_adamw_step; step from 1): param, moment1, moment2 are updated from
+ * grad, scaled down to the norm `clip` (0: never). sum: one double, the sum of the squares of grad; unless it is finite, nothing
+ * changes. */
+kv_status kv_gpu_adamw(kv_gpu *g, const kv_adamw *o, int64_t step, double clip, int64_t n,
+                       const kv_gpu_buffer *grad, kv_gpu_buffer *param, kv_gpu_buffer *moment1,
+                       kv_gpu_buffer *moment2, kv_gpu_buffer *sum);
 
 /* C[m][n] = A[m][k] W[n][k]^T in fp32 (kv_linear). W is a host array in its stored format; its fp32 copy stays on the device and is
  * known again by address, size and content. KV_E_UNAVAILABLE without libcublas. */

@@ -105,3 +105,25 @@ kv_status kv_gpu_net_backward(kv_gpu_net *net, const kv_gpu_buffer *param, const
                               kv_gpu_buffer *grad) {
     return unavailable();
 }
+void kv_gpu_boundary_free(kv_gpu_boundary *b) {}
+kv_status kv_gpu_boundary_new(kv_gpu *g, const kv_run *run, const kv_loss_options *o,
+                              int32_t n_lane, int32_t n_token, int32_t n_doc,
+                              const int64_t *doc_first, const float *target,
+                              kv_gpu_boundary **out) {
+    return unavailable();
+}
+kv_status kv_gpu_boundary_pairs(kv_gpu_boundary *b, int32_t step, const double *log_gamma) {
+    return unavailable();
+}
+kv_status kv_gpu_boundary_get(const kv_gpu_boundary *b, int32_t *n_pair, kv_pair *pair) {
+    return unavailable();
+}
+kv_status kv_gpu_boundary_loss(kv_gpu_boundary *b, const kv_gpu_buffer *rhat, kv_gpu_buffer *e,
+                               kv_gpu_buffer *loss) {
+    return unavailable();
+}
+kv_status kv_gpu_adamw(kv_gpu *g, const kv_adamw *o, int64_t step, double clip, int64_t n,
+                       const kv_gpu_buffer *grad, kv_gpu_buffer *param, kv_gpu_buffer *moment1,
+                       kv_gpu_buffer *moment2, kv_gpu_buffer *sum) {
+    return unavailable();
+}

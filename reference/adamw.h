@@ -4,6 +4,10 @@
 
 #include <stdint.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct kv_adamw {
     double rate, beta1, beta2, eps, weight_decay;
 } kv_adamw;
@@ -19,5 +23,9 @@ double kv_rate_factor(int64_t i, int64_t n, int64_t warmup);
 double kv_clip_factor(double norm, double limit);
 
 double kv_sum_of_squares(int64_t n, const float *x);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -4,6 +4,10 @@
 
 #include "policies/policy.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct kv_loss_options {
     double margin; /* target margins below it weigh less; 0: all pairs weigh the same */
     double temp;
@@ -41,5 +45,9 @@ typedef struct kv_loss {
 /* One KV head, all pairs of a minibatch. rhat [tokens]; d_rhat [tokens] is set to dL/drhat. */
 kv_loss kv_boundary_loss(const kv_pair *pair, int32_t n_pair, const kv_loss_options *o,
                          const double *rhat, int64_t n_token, double log_gamma, double *d_rhat);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

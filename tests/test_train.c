@@ -88,7 +88,7 @@ Test(train, loop) {
     kv_train_state whole, cut;
     kv_train_figures last;
     pull p = {.interrupt_at = -1, .bad_at = -1};
-    kv_train_objective o = {&p, evaluate};
+    kv_train_objective o = {.context = &p, .evaluate = evaluate};
     kv_train_plan plan = small_plan("whole.checkpoint");
     cr_assert_eq(kv_train_state_open(3, 4, true, false, &whole), KV_OK);
     cr_assert_eq(kv_train_run(&plan, &o, &whole, &last), KV_OK, "%s", kv_error_message());
@@ -128,6 +128,93 @@ Test(train, loop) {
     cr_expect(strstr(kv_error_message(), "step 6"), "%s", kv_error_message());
     kv_train_state_free(&cut);
     kv_train_state_free(&whole);
+}
+
+/* The same objective with parameters of its own, as on a device. */
+typedef struct elsewhere {
+    pull pull;
+    kv_train_state own;
+    int fetched;
+} elsewhere;
+
+static kv_status evaluate_there(void *context, kv_train_state *s, int32_t trace, int64_t step,
+                                bool train, kv_train_figures *out) {
+    elsewhere *o = context;
+    float *d_theta = o->own.d_theta, *theta = o->own.theta;
+    o->own.theta = s->theta;
+    o->own.d_theta = s->d_theta;
+    kv_status st = evaluate(&o->pull, &o->own, trace, step, train, out);
+    o->own.theta = theta;
+    o->own.d_theta = d_theta;
+    return st;
+}
+
+static void copy_state(const kv_train_state *from, kv_train_state *to) {
+    size_t bytes = (size_t)(from->n_lane * from->n_param) * sizeof(float);
+    memcpy(to->param, from->param, bytes);
+    memcpy(to->m1, from->m1, bytes);
+    memcpy(to->m2, from->m2, bytes);
+}
+
+static kv_status load_there(void *context, const kv_train_state *s) {
+    elsewhere *o = context;
+    copy_state(s, &o->own);
+    return KV_OK;
+}
+
+static kv_status fetch_there(void *context, kv_train_state *s) {
+    elsewhere *o = context;
+    o->fetched++;
+    copy_state(&o->own, s);
+    return KV_OK;
+}
+
+static kv_status update_there(void *context, const kv_adamw *group, int64_t step, double clip,
+                              double *sum) {
+    kv_train_state *s = &((elsewhere *)context)->own;
+    *sum = 0;
+    for (int32_t lane = 0; lane < s->n_lane; lane++)
+        *sum += kv_sum_of_squares(s->n_param, s->grad + lane * s->n_param);
+    kv_adamw_step(group, step, s->n_lane * s->n_param, s->grad, kv_clip_factor(sqrt(*sum), clip),
+                  s->param, s->m1, s->m2);
+    return KV_OK;
+}
+
+/* A training whose parameters live elsewhere gives the same bytes, also when it is interrupted or keeps the best of its checks. */
+Test(train, parameters_elsewhere) {
+    for (int held_out = 0; held_out < 2; held_out++) {
+        kv_train_state here, there;
+        kv_train_figures last;
+        pull p = {.interrupt_at = -1, .bad_at = -1};
+        elsewhere e = {.pull = {.interrupt_at = 10, .bad_at = -1}};
+        kv_train_objective o = {.context = &p, .evaluate = evaluate},
+                           away = {.context = &e,
+                                   .evaluate = evaluate_there,
+                                   .load = load_there,
+                                   .fetch = fetch_there,
+                                   .update = update_there};
+        kv_train_plan plan = small_plan("here.checkpoint");
+        plan.held_out = held_out ? 4 : -1;
+        cr_assert_eq(kv_train_state_open(3, 4, true, held_out, &here), KV_OK);
+        cr_assert_eq(kv_train_run(&plan, &o, &here, &last), KV_OK, "%s", kv_error_message());
+        plan.checkpoint = held_out ? "away1.checkpoint" : "away0.checkpoint";
+        for (int attempt = 0; attempt < 2; attempt++) {
+            cr_assert_eq(kv_train_state_open(3, 4, true, held_out, &there), KV_OK);
+            cr_assert_eq(kv_train_state_open(3, 4, true, false, &e.own), KV_OK);
+            cr_expect_eq(kv_train_run(&plan, &away, &there, &last),
+                         attempt ? KV_OK : KV_E_INTERRUPTED, "%s", kv_error_message());
+            if (attempt) break;
+            kv_train_state_free(&there);
+            kv_train_state_free(&e.own);
+        }
+        cr_expect_gt(e.fetched, 1);
+        cr_expect_eq(memcmp(here.param, there.param, 12 * sizeof(float)), 0, "other parameters");
+        cr_expect_eq(memcmp(here.m2, there.m2, 12 * sizeof(float)), 0, "other moments");
+        cr_expect_eq(memcmp(here.theta, there.theta, 3 * sizeof(float)), 0, "other decays");
+        kv_train_state_free(&here);
+        kv_train_state_free(&there);
+        kv_train_state_free(&e.own);
+    }
 }
 
 static void write_trace(const char *path, uint64_t seed, bool hidden) {
