@@ -28,11 +28,11 @@ FORCE:
 build: setup
 	$(AGAIN) kvlab
 
-# traces/data/reasoning-<length>-s<seed>.h5, recorded by running the embedded model. Other traces must exist.
+# traces/data/reasoning-<length>-s<seed>.h5, recorded by running the embedded model on DEVICE. Other traces must exist.
 traces/data/reasoning-%.h5:
 	@mkdir -p $(@D)
 	@name='$*'; echo "recording $@" >&2; \
-	./kvlab record --model $(call quote,$(MODEL)) --corpus reasoning --length "$${name%-s*}" --seed "$${name#*-s}" --output $@
+	./kvlab record --model $(call quote,$(MODEL)) --corpus reasoning --length "$${name%-s*}" --seed "$${name#*-s}" --output $@ --device $(call quote,$(DEVICE))
 
 #: make trace [SEED= LENGTH=]              record the default trace (held-out seeds are below 2^31)
 trace: build
@@ -70,10 +70,12 @@ TRAIN_POLICY  = $(if $(filter file,$(origin POLICY)),kvpop_mlp,$(POLICY))
 TRAIN_FILES   = $(patsubst %,traces/data/reasoning-$(LENGTH)-s%.h5,$(shell seq 2147483648 $$((2147483647 + $(TRAIN_TRACES)))))
 # Settings of the shipped weights of this policy and budget; those of SET come after them and win.
 TRAIN_SETS    = $(foreach s,$(shell awk '$$1 == "$(TRAIN_POLICY)" && $$2 == "$(BUDGET)" {$$1 = $$2 = ""; print}' experiments/shipped.txt),--set $(TRAIN_POLICY).$(s))
-#: make train POLICY= BUDGET= [TRAIN_TRACES= SET=]
+# A recording on the CPU uses every core itself; on the GPU most of its time is one core that compresses the file.
+RECORD_JOBS   = $(if $(filter gpu,$(DEVICE)),$(shell echo $$(($(JOBS) < 8 ? $(JOBS) : 8))),1)
+#: make train POLICY= BUDGET= [TRAIN_TRACES= SET= DEVICE=]
 #:                                         train the weights of a learned policy, recording the traces it needs
 train: build
-	@+$(MAKE) -s --no-print-directory -j1 $(TRAIN_FILES)
+	@+$(MAKE) -s --no-print-directory -j$(RECORD_JOBS) $(TRAIN_FILES)
 	@./kvlab train --policy $(call quote,$(TRAIN_POLICY)) --budget $(call quote,$(BUDGET)) --device $(call quote,$(DEVICE)) $(TRAIN_SETS) $(SETS) --trace $(TRAIN_FILES)
 
 #: make weights                            train everything that policies/weights ships; what is there is kept
