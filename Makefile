@@ -15,7 +15,7 @@ V        ?=#                      V=1: show whole commands
 Q        := $(if $(V),,@)
 SAY      := @$(if $(V),:,echo)
 WARN     := -Wall -Wextra -Wconversion -Wshadow -Werror
-PACKAGES := hdf5-serial openblas jansson libxxhash
+PACKAGES := hdf5-serial openblas jansson libxxhash zlib
 PKG_CFLAGS = $(shell pkg-config --cflags $(PACKAGES) 2>/dev/null)
 PKG_LIBS   = $(shell pkg-config --libs $(PACKAGES) 2>/dev/null) -lhdf5_hl -linih
 

@@ -7,6 +7,7 @@
 
 #include "experiments/dense_cache.h"
 #include "experiments/pattern.h"
+#include "experiments/replay_ahead.h"
 #include "experiments/timeline.h"
 #include "policies/registry.h"
 #include "reference/core/log.h"
@@ -22,6 +23,8 @@ typedef struct work { /* state of one run */
     kv_metrics **metrics; /* [n_row] */
     kv_timeline *timeline;
     kv_pattern *pattern;
+    kv_ahead *ahead;         /* NULL: every replay at its own turn */
+    double **seconds;        /* [n_row] of the results */
     kv_params oracle_params; /* built-in defaults: KT is always the oracle of power 1 */
     float *
         score; /* [n_kv_head][n_token] scores recorded for this layer, NULL when no row uses them */
@@ -191,14 +194,27 @@ static void keep_decisions(const work *w, const place *p, int32_t *out) {
     }
 }
 
+/* Decisions of row i, from the replay of several layers where it ran. */
+static kv_status decide(work *w, place *p, size_t i, const kv_policy_input *input) {
+    const kv_span *s = &p->span;
+    const kv_policy *policy = w->e->plan->row[i].policy;
+    const int32_t *known = kv_ahead_find(w->ahead, i, s);
+    if (!known)
+        return locate(w, p, kv_replay_priority(policy, input, p->priority, p->evict_at),
+                      policy->name);
+    for (int32_t h = 0; h < s->n_kv_head; h++)
+        memcpy(p->evict_at + h * s->stride, known + h * s->stride,
+               (size_t)s->n_token * sizeof *known);
+    return KV_OK;
+}
+
 static kv_status run_policy(work *w, place *p, size_t i) {
     kv_status st = KV_OK;
     const kv_row *row = &w->e->plan->row[i];
     kv_policy_input input = input_of(w, p, row);
     kv_masked masked = {0};
     KV_TRY(find_oracle(w, p, i));
-    st = kv_replay_priority(row->policy, &input, p->priority, p->evict_at);
-    KV_TRY(locate(w, p, st, row->policy->name));
+    KV_TRY(decide(w, p, i, &input));
     if (has_own(row)) KV_TRY(find_own(p, row->policy, &input, &w->result[i].decisions));
     kv_masked_request request = {.evict_at = p->evict_at,
                                  .sinks = row->run.sinks,
@@ -279,18 +295,34 @@ out:
     return st;
 }
 
-static kv_status run_layer(work *w, int32_t index) {
+static kv_status run_layer(work *w, const kv_trace_layer *layer, int32_t index) {
     kv_status st = KV_OK;
-    kv_trace_layer layer = {0};
     kv_log(KV_LOG_INFO, "experiment", "layer %d of %d", index + 1, w->trace->n_layer);
-    KV_TRY(kv_trace_read_layer(w->e->trace, index, reads_hidden(w->e, w->trace), &layer));
     KV_TRY(read_scores(w, index));
     for (int32_t doc = 0; doc < w->trace->n_document; doc++)
-        KV_TRY(run_document(w, &layer, index, doc));
+        KV_TRY(run_document(w, layer, index, doc));
     if (w->timeline) KV_TRY(kv_timeline_write_layer(w->timeline, w->trace->layer_id[index]));
     if (w->pattern) kv_pattern_write_layer(w->pattern, w->trace->layer_id[index]);
 out:
-    kv_trace_layer_free(&layer);
+    return st;
+}
+
+/* The layers from `first` on that are replayed together. */
+static kv_status run_batch(work *w, int32_t first) {
+    kv_status st = KV_OK;
+    kv_trace_layer layer[KV_AHEAD_LAYERS] = {0};
+    const int32_t left = w->trace->n_layer - first, most = w->ahead ? KV_AHEAD_LAYERS : 1,
+                  n = left < most ? left : most;
+    for (int32_t i = 0; i < n; i++)
+        KV_TRY(
+            kv_trace_read_layer(w->e->trace, first + i, reads_hidden(w->e, w->trace), &layer[i]));
+    if (w->ahead) KV_TRY(kv_ahead_run(w->ahead, layer, first, n, w->seconds));
+    for (int32_t i = 0; i < n; i++) {
+        KV_TRY(run_layer(w, &layer[i], first + i));
+        kv_trace_layer_free(&layer[i]);
+    }
+out:
+    for (int32_t i = 0; i < KV_AHEAD_LAYERS; i++) kv_trace_layer_free(&layer[i]);
     return st;
 }
 
@@ -322,19 +354,25 @@ kv_status kv_experiment_run(kv_experiment *e, kv_row_result *result) {
     work w = {.e = e, .trace = kv_trace_get(e->trace), .result = result};
     KV_TRY(kv_params_init(&w.oracle_params, kv_policy_find("oracle")->params));
     KV_TRY(open_metrics(&w));
+    KV_NEW(w.seconds, e->plan->n_row);
+    for (size_t i = 0; i < e->plan->n_row; i++) w.seconds[i] = &result[i].seconds;
+    KV_TRY(kv_ahead_open(e->plan, e->trace, e->ops, &w.ahead));
     if (e->timeline_folder) {
         KV_TRY(kv_timeline_open(e->timeline_folder, e->plan, w.trace, &w.timeline));
         KV_TRY(kv_pattern_open(e->timeline_folder, e->plan, w.trace, &w.pattern));
     }
     kv_progress_begin(&w.progress, "experiment",
                       (double)w.trace->n_layer * (double)w.trace->n_token * (double)e->plan->n_row);
-    for (int32_t l = 0; l < w.trace->n_layer; l++) KV_TRY(run_layer(&w, l));
+    for (int32_t l = 0; l < w.trace->n_layer; l += w.ahead ? KV_AHEAD_LAYERS : 1)
+        KV_TRY(run_batch(&w, l));
     for (size_t i = 0; i < e->plan->n_row; i++)
         KV_TRY(kv_metrics_finish(w.metrics[i], &result[i].metrics));
 out:
     kv_progress_end(&w.progress);
     st = close_tables(&w, st);
     for (size_t i = 0; w.metrics && i < e->plan->n_row; i++) kv_metrics_free(w.metrics[i]);
+    kv_ahead_free(w.ahead);
+    free(w.seconds);
     free(w.metrics);
     free(w.score);
     free(w.delta);

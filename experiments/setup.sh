@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the Debian/Ubuntu packages that kvlab needs, or prints the exact command and stops with exit 69.
 set -eu
-packages="build-essential pkg-config libhdf5-dev hdf5-tools libopenblas-dev libcriterion-dev gnuplot-nox fonts-dejavu-core libjansson-dev libinih-dev libxxhash-dev librandom123-dev"
+packages="build-essential pkg-config libhdf5-dev hdf5-tools zlib1g-dev libopenblas-dev libcriterion-dev gnuplot-nox fonts-dejavu-core libjansson-dev libinih-dev libxxhash-dev librandom123-dev"
 missing=""
 for p in $packages; do
     dpkg-query -W -f='${Status}' "$p" 2>/dev/null | grep -q '^install ok installed' || missing="$missing $p"

@@ -7,7 +7,7 @@
  * between (the sum falls below 1) are the rows of that query formed again. The bits are those of the query-by-query computation.
  *
  * Threads share the sets of a call, so a per-layer rule runs on one: waiting for each other at every few queries costs more than it
- * gains as soon as a core is busy elsewhere. Callers run several layers at a time. */
+ * gains as soon as a core is busy elsewhere. Callers run several layers at a time (experiments/replay_ahead.c). */
 #include <math.h>
 #include <string.h>
 

@@ -307,11 +307,13 @@ Test(cli, threads_and_cache_do_not_change_a_byte) {
             kv_said other = kv_run_command(how[i].before);
             cr_assert_eq(other.code, 0, "%s", other.err);
         }
-        snprintf(arguments, sizeof arguments,
-                 RUN "--trace t.h5 --policy tova,h2o,cumulative,random,keydiff,knorm,full,"
-                     "streaming:pos=cache,oracle,oracle:power=3,oracle_step,oracle_exact "
-                     "--budget 20,40 --threads %d --output %s",
-                 how[i].threads, how[i].folder);
+        snprintf(
+            arguments, sizeof arguments,
+            RUN
+            "--trace t.h5 --policy tova,tova:reduce=head,h2o,cumulative,random,keydiff,knorm,full,"
+            "streaming:pos=cache,oracle,oracle:power=3,oracle_step,oracle_exact "
+            "--budget 20,40 --threads %d --output %s",
+            how[i].threads, how[i].folder);
         kv_said said = kv_run_command(arguments);
         cr_assert_eq(said.code, 0, "%s", said.err);
         json_t *s = summary_without_seconds(how[i].folder);

@@ -4,7 +4,10 @@
 #include "reference/core/mem.h"
 #include "traces/trace_writer.h"
 
-enum { STRIPE = 256, HIDDEN_STRIPE = 64, ROW_STRIPE = 4096 }; /* tokens per chunk */
+const uint16_t kv_trace_stripe[KV_REQUEST_ITEMS] = {
+    [KV_ITEM_Q] = 256,     [KV_ITEM_K] = 256,    [KV_ITEM_V] = 256,
+    [KV_ITEM_HIDDEN] = 64, [KV_ITEM_LSE] = 4096,
+};
 
 static const char *const long_name[KV_REQUEST_ITEMS] = {
     [KV_ITEM_TOKEN] = "token ids",
@@ -182,10 +185,9 @@ out:
 
 /* A tensor [layer]([head])[token]([width]) with dimension scales; scales are given per dimension, -1: none. */
 static kv_status create_tensor(kv_trace_writer *w, kv_request_item item, kv_dtype type, int n_dim,
-                               const hsize_t *shape, int token_axis, hsize_t stripe,
-                               const hid_t *scale) {
+                               const hsize_t *shape, int token_axis, const hid_t *scale) {
     kv_status st = KV_OK;
-    hsize_t chunk[4];
+    hsize_t chunk[4], stripe = kv_trace_stripe[item];
     hid_t id = kv_h5_float_type(type);
     for (int i = 0; i < n_dim; i++)
         chunk[i] = i < token_axis ? 1 : i > token_axis || shape[i] < stripe ? shape[i] : stripe;
@@ -213,14 +215,12 @@ static kv_status create_tensors(kv_trace_writer *w, const kv_trace_spec *spec) {
     hid_t q_scale[] = {layer, w->scale[KV_SCALE_Q_HEAD], query, dim};
     hid_t k_scale[] = {layer, w->scale[KV_SCALE_KV_HEAD], -1, dim};
     hid_t hidden_scale[] = {layer, -1, -1};
-    KV_TRY(create_tensor(w, KV_ITEM_Q, w->type, 4, q_shape, 2, STRIPE, q_scale));
-    KV_TRY(create_tensor(w, KV_ITEM_K, w->type, 4, k_shape, 2, STRIPE, k_scale));
-    KV_TRY(create_tensor(w, KV_ITEM_V, w->type, 4, k_shape, 2, STRIPE, k_scale));
+    KV_TRY(create_tensor(w, KV_ITEM_Q, w->type, 4, q_shape, 2, q_scale));
+    KV_TRY(create_tensor(w, KV_ITEM_K, w->type, 4, k_shape, 2, k_scale));
+    KV_TRY(create_tensor(w, KV_ITEM_V, w->type, 4, k_shape, 2, k_scale));
     if (spec->hidden)
-        KV_TRY(create_tensor(w, KV_ITEM_HIDDEN, KV_BF16, 3, hidden_shape, 1, HIDDEN_STRIPE,
-                             hidden_scale));
-    if (spec->lse)
-        KV_TRY(create_tensor(w, KV_ITEM_LSE, KV_F32, 3, q_shape, 2, ROW_STRIPE, q_scale));
+        KV_TRY(create_tensor(w, KV_ITEM_HIDDEN, KV_BF16, 3, hidden_shape, 1, hidden_scale));
+    if (spec->lse) KV_TRY(create_tensor(w, KV_ITEM_LSE, KV_F32, 3, q_shape, 2, q_scale));
 out:
     return st;
 }

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "reference/core/mem.h"
+#include "traces/chunks.h"
 #include "traces/trace_writer.h"
 
 kv_status kv_trace_writer_open(const char *path, const kv_trace_spec *spec, kv_trace_writer **out) {
@@ -51,14 +52,15 @@ static bool any_not_finite(kv_dtype type, const void *x, size_t n) {
 static kv_status put_rows(kv_trace_writer *w, kv_request_item item, kv_dtype type, int32_t head,
                           int32_t width, const float *x) {
     kv_status st = KV_OK;
-    hid_t space = -1, memory = -1, id = kv_h5_float_type(type);
     const char *name = kv_request_item_name[item];
-    size_t n = (size_t)w->n_token * (size_t)width;
-    int axis = 1;
-    hsize_t start[4] = {(hsize_t)w->written, 0, 0, 0}, count[4] = {1, 1, 1, 1};
-    if (head >= 0) start[axis++] = (hsize_t)head;
-    count[axis++] = (hsize_t)w->n_token;
-    count[axis] = (hsize_t)width;
+    const size_t n = (size_t)w->n_token * (size_t)width, stripe = kv_trace_stripe[item];
+    kv_chunk_rows rows = {.set = w->tensor[item],
+                          .axis = head < 0 ? 1 : 2,
+                          .start = {(hsize_t)w->written, head < 0 ? 0 : (hsize_t)head},
+                          .n_row = (size_t)w->n_token,
+                          .row_size = (size_t)width * kv_dtype_size(type),
+                          .stripe = (size_t)w->n_token < stripe ? (size_t)w->n_token : stripe,
+                          .element_size = kv_dtype_size(type)};
     kv_narrow(type, x, w->narrow, n);
     if (any_not_finite(type, w->narrow, n)) {
         bool finite = !any_not_finite(KV_F32, x, n);
@@ -67,16 +69,9 @@ static kv_status put_rows(kv_trace_writer *w, kv_request_item item, kv_dtype typ
                  head < 0 ? 0 : head,
                  finite ? "exceeds the range of the stored type; store f32" : "is not finite");
     }
-    KV_H5_TRY(space, H5Dget_space(w->tensor[item]), KV_E_IO, "%s: %s has no shape", w->path, name);
-    KV_H5_TRY(memory, H5Screate_simple(H5Sget_simple_extent_ndims(space), count, NULL),
-              KV_E_INTERNAL, "%s: no memory space", name);
-    if (H5Sselect_hyperslab(space, H5S_SELECT_SET, start, NULL, count, NULL) < 0 ||
-        H5Dwrite(w->tensor[item], id, memory, space, H5P_DEFAULT, w->narrow) < 0)
-        KV_H5_RAISE(KV_E_IO, "%s: %s cannot be written; is the disk full?", w->path, name);
+    st = kv_h5_write_chunks(&rows, w->narrow);
+    if (st != KV_OK) return kv_error_context(st, "%s: %s", w->path, name);
 out:
-    kv_h5_close(memory);
-    kv_h5_close(space);
-    kv_h5_close(id);
     return st;
 }
 

@@ -13,6 +13,9 @@ struct kv_trace_writer {
     void *narrow; /* [n_token * max(head_dim, d_model)] elements as stored */
 };
 
+/* Tokens per chunk of a tensor, 0 for other items. */
+extern const uint16_t kv_trace_stripe[KV_REQUEST_ITEMS];
+
 /* Attributes, scales and small data sets with their values; tensors empty (trace_create.c). */
 kv_status kv_trace_writer_create(kv_trace_writer *w, const kv_trace_spec *spec);
 

@@ -3,7 +3,7 @@ FUZZ_CC      ?= clang
 FUZZ_SECONDS ?= 10
 FUZZ_TARGETS := trace check safetensors params tokens
 FUZZ_DIR     := $(BUILD)-fuzz
-FUZZ_SRCS    := $(wildcard reference/core/*.c) reference/tensors.c $(wildcard traces/h5.c traces/trace_*.c) \
+FUZZ_SRCS    := $(wildcard reference/core/*.c) reference/tensors.c traces/h5.c traces/chunks.c $(wildcard traces/trace_*.c) \
                 traces/evict_file.c traces/output.c traces/safetensors.c experiments/token_file.c \
                 $(wildcard experiments/inspect*.c) tests/naive/small_trace.c tests/naive/mutate_hdf5.c
 FUZZ_FLAGS   := -std=c11 -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
