@@ -44,7 +44,8 @@ static inline __attribute__((always_inline)) void tile(const float *a, ptrdiff_t
 }
 
 static void logits(const float *queries, const float *keys, int32_t head_dim, int32_t n_tile,
-                   int32_t n_key, float *l, float *row_max) {
+                   int32_t n_key, float factor, float *l, float *row_max) {
+    const kv_vf f = kv_vf_set(factor);
     float max[KV_PANEL_ROWS][KV_VF] __attribute__((aligned(64)));
     for (int32_t r = 0; r < n_tile * ROWS; r++) kv_vf_store(max[r], kv_vf_set(-INFINITY));
     for (int32_t key = 0; key < n_key; key += TILE, keys += (ptrdiff_t)head_dim * TILE)
@@ -55,8 +56,9 @@ static void logits(const float *queries, const float *keys, int32_t head_dim, in
             for (int r = 0; r < ROWS; r++) {
                 kv_vf m = kv_vf_load(max[i * ROWS + r]);
                 for (int j = 0; j < WIDTH; j++) {
-                    m = kv_vf_max(m, acc[r][j]);
-                    kv_vf_store(out + r * KV_CHUNK_KEYS + j * KV_VF, acc[r][j]);
+                    const kv_vf x = kv_vf_mul(f, acc[r][j]);
+                    m = kv_vf_max(m, x);
+                    kv_vf_store(out + r * KV_CHUNK_KEYS + j * KV_VF, x);
                 }
                 kv_vf_store(max[i * ROWS + r], m);
             }

@@ -4,7 +4,7 @@
  * Blocks are small enough for any L2 (a chunk of K and V at head size 64 is 128 KiB) and the same on every machine, so results
  * depend on the instruction set alone.
  *
- *   queries  [tile][head_dim][KV_TILE_ROWS]             times scale * log2(e): logits are powers of two
+ *   queries  [tile][head_dim][KV_TILE_ROWS]             as they are
  *   keys     [group of tile_keys][head_dim][tile_keys]  zero beyond the last key
  *   values   [slice of tile_keys dims][KV_CHUNK_KEYS][tile_keys]
  *   logits   [KV_PANEL_ROWS][KV_CHUNK_KEYS]
@@ -49,9 +49,11 @@ static inline void kv_flush_end(unsigned before) {
 typedef struct kv_attention_kernel {
     int32_t tile_keys;
 
-    /* l = queries . keys for n_tile tiles and n_key keys; row_max [KV_PANEL_ROWS] over them. */
+    /* l = factor * (queries . keys) for n_tile tiles and n_key keys; row_max [KV_PANEL_ROWS] over them. The factor (scale * log2(e):
+     * logits are powers of two) meets the finished products: folded into the queries its rounding would part keys whose products
+     * with the query are equal. */
     void (*logits)(const float *queries, const float *keys, int32_t head_dim, int32_t n_tile,
-                   int32_t n_key, float *l, float *row_max);
+                   int32_t n_key, float factor, float *l, float *row_max);
 
     /* One row: l = factor * tanh(l); returns its maximum. */
     float (*cap)(float *l, int32_t n_key, float factor);
@@ -105,7 +107,7 @@ const kv_attention_kernel *kv_attention_kernel_get(void); /* the best one for th
 static inline int32_t kv_round_up(int32_t x, int32_t m) { return (x + m - 1) / m * m; }
 
 /* Packing. index NULL: rows 0..n-1 of x [.][head_dim], else rows index[0..n-1]; n <= KV_CHUNK_KEYS for values. */
-void kv_pack_queries(const float *x, int32_t n, int32_t head_dim, float factor, float *out);
+void kv_pack_queries(const float *x, int32_t n, int32_t head_dim, float *out);
 void kv_pack_keys(const float *x, const int32_t *index, int32_t n, int32_t head_dim,
                   int32_t tile_keys, float *out);
 void kv_pack_values(const float *x, const int32_t *index, int32_t n, int32_t head_dim,

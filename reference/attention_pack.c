@@ -22,13 +22,13 @@ static inline void prefetch_row(const float *row, int32_t n) {
 
 enum { AHEAD = 6 };
 
-void kv_pack_queries(const float *x, int32_t n, int32_t head_dim, float factor, float *out) {
+void kv_pack_queries(const float *x, int32_t n, int32_t head_dim, float *out) {
     for (int32_t i = 0; i < n; i += KV_TILE_ROWS)
         for (int32_t r = 0; r < KV_TILE_ROWS; r++) {
             float *to = out + (ptrdiff_t)i * head_dim + r;
             const float *from = x + (ptrdiff_t)(i + r) * head_dim;
             for (int32_t c = 0; c < head_dim; c++)
-                to[c * KV_TILE_ROWS] = i + r < n ? factor * from[c] : 0.0f;
+                to[c * KV_TILE_ROWS] = i + r < n ? from[c] : 0.0f;
         }
 }
 

@@ -21,7 +21,7 @@ kv_status kv_panel_shape_make(const kv_span *span, kv_panel_shape *shape) {
         .head_dim = span->head_dim,
         .padded_dim = kv_round_up(span->head_dim, kernel->tile_keys),
         .group = span->n_q_head / span->n_kv_head,
-        .query_factor =
+        .logit_factor =
             (float)((double)span->scale * (capped ? 1 / (double)span->softcap : log2_e)),
         .cap_factor = capped ? (float)((double)span->softcap * log2_e) : 0.0f,
     };
@@ -44,7 +44,7 @@ void kv_panel_begin(kv_panel *p, const kv_panel_shape *shape, const kv_span *spa
     p->n_row = left < n_row ? left : n_row;
     p->n_tile = (p->n_row + KV_TILE_ROWS - 1) / KV_TILE_ROWS;
     kv_pack_queries(span->q + p->row * (size_t)shape->head_dim, p->n_row, shape->head_dim,
-                    shape->query_factor, p->queries);
+                    p->queries);
     if (shape->want_output)
         memset(p->output, 0, sizeof *p->output * (size_t)(KV_PANEL_ROWS * shape->padded_dim));
     kv_softmax_begin(&p->softmax);
@@ -53,7 +53,8 @@ void kv_panel_begin(kv_panel *p, const kv_panel_shape *shape, const kv_span *spa
 void kv_panel_logits(const kv_panel *p, const kv_panel_shape *shape, const kv_chunk *chunk,
                      float *l, float *row_max) {
     const kv_attention_kernel *kernel = shape->kernel;
-    kernel->logits(p->queries, chunk->keys, shape->head_dim, p->n_tile, chunk->n_key, l, row_max);
+    kernel->logits(p->queries, chunk->keys, shape->head_dim, p->n_tile, chunk->n_key,
+                   shape->logit_factor, l, row_max);
     for (int32_t r = 0; r < p->n_row; r++) {
         float *row = l + r * KV_CHUNK_KEYS;
         const int32_t u = p->first + r;

@@ -10,7 +10,7 @@
 typedef struct kv_panel_shape {
     const kv_attention_kernel *kernel;
     int32_t head_dim, padded_dim, group;
-    float query_factor; /* folded into packed queries */
+    float logit_factor; /* of the products of queries and keys */
     float cap_factor;   /* 0: no soft cap, else l = cap_factor * tanh(l) */
     int32_t sinks, window;
     bool want_long, want_top, want_output;

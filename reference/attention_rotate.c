@@ -122,7 +122,7 @@ void kv_turns_apply(const kv_turns *turns, const kv_angles *angles, const kv_blo
             const float *k =
                 span->k + (kv_head * (size_t)span->stride + (size_t)chunk->birth[j]) * width;
             const float x =
-                shape->query_factor *
+                shape->logit_factor *
                 shape->kernel->rotated_dot(q, k, angles->half,
                                            in_table ? angles->cosine + base : turns->cosine,
                                            in_table ? angles->sine + base : turns->sine);

@@ -208,6 +208,43 @@ static void check_attend(const shape *x, uint64_t seed) {
     naive_case_free(&c);
 }
 
+/* Integer queries and keys: many different keys have exactly equal logits, and the smallest t must be named. */
+static void check_ties(int32_t head_dim, float softcap) {
+    enum { S = 400, SINKS = 3, WINDOW = 16 };
+    naive_case c = naive_case_random(7, S, S, 2, 1, head_dim, 1);
+    const kv_dense_request r = {.sinks = SINKS,
+                                .window = WINDOW,
+                                .n_power = 1,
+                                .power = {1},
+                                .want_output = true,
+                                .want_events = true};
+    kv_rng rng = kv_rng_make((uint64_t)head_dim, 0);
+    kv_dense d;
+    naive_dense n;
+    int32_t tied = 0;
+    for (int32_t i = 0; i < 2 * S * head_dim; i++) c.q[i] = (float)kv_rng_below(&rng, 7) - 3;
+    for (int32_t i = 0; i < S * head_dim; i++) c.k[i] = (float)kv_rng_below(&rng, 3) - 1;
+    c.span.softcap = softcap;
+    cr_assert_eq(kv_dense_compute(&c.span, &r, &d), KV_OK);
+    naive_dense_compute(&c.span, &r, &n);
+    for (int32_t at = 0; at < 2 * S; at++) {
+        const int32_t u = at % S;
+        cr_assert_eq(d.top_t[at], n.top_t[at], "d %d, cap %g, head %d, query %d: %d, expected %d",
+                     head_dim, (double)softcap, at / S, u, d.top_t[at], n.top_t[at]);
+        for (int32_t t = n.top_t[at] + 1; n.top_t[at] >= 0 && t <= u - WINDOW; t++) {
+            int32_t difference = 0;
+            for (int32_t j = 0; j < head_dim; j++)
+                difference += (int32_t)(c.q[at * head_dim + j] *
+                                        (c.k[t * head_dim + j] - c.k[n.top_t[at] * head_dim + j]));
+            tied += difference == 0;
+        }
+    }
+    cr_assert_gt(tied, 50, "only %d ties: the test shows nothing", tied);
+    kv_dense_free(&d);
+    naive_dense_free(&n);
+    naive_case_free(&c);
+}
+
 /* The choice of the instruction set is made once per process, and every test is a process. */
 static void check_all(const char *isa, kv_isa wanted) {
     setenv("KV_ISA", isa, 1);
@@ -217,6 +254,11 @@ static void check_all(const char *isa, kv_isa wanted) {
         check_dense(&shapes[a], 1 + (uint64_t)a);
         check_masked(&shapes[a], 100 + (uint64_t)a, false);
         check_attend(&shapes[a], 300 + (uint64_t)a);
+    }
+    static const int32_t sizes[] = {5, 8, 64, 80, 96, 128};
+    for (size_t a = 0; a < sizeof sizes / sizeof *sizes; a++) {
+        check_ties(sizes[a], 0);
+        check_ties(sizes[a], 30);
     }
     for (int a = 0; a < N_TURNED; a++) check_masked(&turned_shapes[a], 200 + (uint64_t)a, true);
 }

@@ -25,7 +25,7 @@ static double logits_rate(const kv_attention_kernel *kernel) {
     for (int try = 0; try < TRIES; try++) {
         const double begin = thread_seconds();
         for (int i = 0; i < ROUNDS; i++)
-            kernel->logits(q, k, DIM, KV_PANEL_ROWS / KV_TILE_ROWS, KEYS, l, row_max);
+            kernel->logits(q, k, DIM, KV_PANEL_ROWS / KV_TILE_ROWS, KEYS, 1, l, row_max);
         best = fmax(best,
                     2.0 * KV_PANEL_ROWS * KEYS * DIM * ROUNDS / (thread_seconds() - begin) * 1e-9);
     }
