@@ -19,6 +19,7 @@
 #include "traces/corpus.h"
 
 enum { NO_PROBLEM = -1 };
+enum { MOST_WAITING = 2048, WAITING_LOGITS = 1 << 22 }; /* rows, floats */
 
 struct kv_accuracy_bench {
     const kv_model *model;
@@ -35,13 +36,24 @@ struct kv_accuracy_bench {
     kv_accuracy full;
 };
 
+/* A row of logits. */
+typedef struct waiting {
+    int64_t token,
+        at; /* the token that it predicts; its place among the counted rows, negative: not counted */
+    int32_t best;
+    double lse, kl;
+} waiting;
+
 /* One run over all documents. */
 typedef struct walk {
     kv_accuracy_bench *bench;
     const kv_row *row; /* NULL: the full run, which fills the bench */
     int32_t document;
-    int64_t first;             /* of the document */
-    int64_t next;              /* counted rows seen so far */
+    int64_t first;    /* of the document */
+    int64_t next;     /* counted rows seen so far */
+    float *logits;    /* [most_waiting][vocab] rows to be looked at */
+    waiting *waiting; /* [most_waiting] */
+    int32_t n_waiting, most_waiting;
     int64_t seen[4], right[4]; /* by `scored` */
     int64_t agreed;
     double kl;
@@ -117,37 +129,74 @@ static double kl_of(const float *full, double full_lse, const float *logits, dou
     return sum;
 }
 
-static void compare(walk *w, const float *logits, int32_t best) {
+static const float *logits_of(const walk *w, int32_t i) {
+    return w->logits + (size_t)i * (size_t)w->bench->model->config.vocab;
+}
+
+static void look(const walk *w, int32_t i) {
+    const kv_accuracy_bench *b = w->bench;
+    const int32_t vocab = b->model->config.vocab;
+    const float *logits = logits_of(w, i);
+    waiting *r = &w->waiting[i];
+    r->best = argmax_of(logits, vocab);
+    if (r->at < 0) return;
+    r->lse = lse_of(logits, vocab, r->best);
+    if (w->row)
+        r->kl =
+            kl_of(b->logits + (size_t)r->at * (size_t)vocab, b->lse[r->at], logits, r->lse, vocab);
+}
+
+static void count(walk *w, int32_t i) {
     kv_accuracy_bench *b = w->bench;
-    int32_t vocab = b->model->config.vocab;
-    int64_t i = w->next++;
-    float *full = b->logits + (size_t)i * (size_t)vocab;
-    double lse = lse_of(logits, vocab, best);
+    const size_t vocab = (size_t)b->model->config.vocab;
+    const waiting *r = &w->waiting[i];
+    const bool right = r->best == b->trace->token[r->token];
+    if (b->problem[r->token] != NO_PROBLEM && !right) w->wrong[b->problem[r->token]] = 1;
+    if (r->at < 0) return;
+    w->next++;
+    w->seen[b->trace->scored[r->token] & 3]++;
+    w->right[b->trace->scored[r->token] & 3] += right;
     if (!w->row) {
-        b->argmax[i] = best;
-        b->lse[i] = lse;
-        memcpy(full, logits, (size_t)vocab * sizeof *full);
+        b->argmax[r->at] = r->best;
+        b->lse[r->at] = r->lse;
+        memcpy(b->logits + (size_t)r->at * vocab, logits_of(w, i), vocab * sizeof *b->logits);
     }
-    w->agreed += best == b->argmax[i];
-    w->kl += kl_of(full, b->lse[i], logits, lse, vocab);
+    w->agreed += r->best == b->argmax[r->at];
+    w->kl += r->kl;
+}
+
+/* Rows are looked at in parallel and counted in order: no sum depends on the number of threads. */
+static void look_at_waiting(walk *w) {
+    int64_t next = w->next;
+    for (int32_t i = 0; i < w->n_waiting; i++)
+        w->waiting[i].at = w->bench->counted[w->waiting[i].token] ? next++ : -1;
+#pragma omp parallel for schedule(static)
+    for (int32_t i = 0; i < w->n_waiting; i++) look(w, i);
+    for (int32_t i = 0; i < w->n_waiting; i++) count(w, i);
+    w->n_waiting = 0;
 }
 
 static kv_status take_logits(void *context, int32_t first, int32_t n, const float *logits) {
     walk *w = context;
-    const kv_accuracy_bench *b = w->bench;
-    int32_t vocab = b->model->config.vocab;
+    const size_t vocab = (size_t)w->bench->model->config.vocab;
     for (int32_t i = 0; i < n; i++) {
-        int64_t x = w->first + first + i + 1; /* row x-1 predicts token x */
-        const float *row = logits + (size_t)i * (size_t)vocab;
-        int32_t best = argmax_of(row, vocab);
-        bool right = best == b->trace->token[x];
-        if (b->problem[x] != NO_PROBLEM && !right) w->wrong[b->problem[x]] = 1;
-        if (!b->counted[x]) continue;
-        w->seen[b->trace->scored[x] & 3]++;
-        w->right[b->trace->scored[x] & 3] += right;
-        compare(w, row, best);
+        if (w->n_waiting == w->most_waiting) look_at_waiting(w);
+        memcpy(w->logits + (size_t)w->n_waiting * vocab, logits + (size_t)i * vocab,
+               vocab * sizeof *logits);
+        /* row x-1 predicts token x */
+        w->waiting[w->n_waiting++] = (waiting){.token = w->first + first + i + 1};
     }
     return KV_OK;
+}
+
+static kv_status open_waiting(walk *w) {
+    kv_status st = KV_OK;
+    const int32_t vocab = w->bench->model->config.vocab, rows = WAITING_LOGITS / vocab;
+    w->most_waiting = rows < 1 ? 1 : rows > MOST_WAITING ? MOST_WAITING : rows;
+    KV_NEW(w->logits, (size_t)w->most_waiting * (size_t)vocab);
+    KV_NEW(w->waiting, w->most_waiting);
+out:
+    return st;
 }
 
 /* Index of a model layer in the trace; the layer itself when the trace lacks it. */
@@ -190,15 +239,14 @@ static kv_status attend(void *context, const kv_span *given, float *o) {
                                        .sinks = w->row->run.sinks,
                                        .window = w->row->run.window,
                                        .rerotate = kv_row_rerotates(w->row),
-                                       .want_output = true};
+                                       .want_output = true,
+                                       .o = o};
     /* With nothing evicted this layer is the full run's to the last bit, and so is what follows from it. */
     if (!request.rerotate && !evicts(&span, evict_at)) {
         KV_TRY(ops->attend(&span, o, NULL));
         goto out;
     }
     KV_TRY(ops->masked(&span, &request, &masked));
-    memcpy(o, masked.o,
-           (size_t)span.n_q_head * (size_t)span.stride * (size_t)span.head_dim * sizeof *o);
 out:
     kv_masked_free(&masked);
     free(evict_at);
@@ -238,6 +286,7 @@ static kv_status walk_documents(kv_accuracy_bench *bench, const kv_row *row, kv_
     snprintf(title, sizeof title, "accuracy %s", row ? row->policy->name : "full");
     kv_progress_begin(&w.progress, title, (double)t->n_document * bench->model->config.n_layer);
     KV_NEW(w.wrong, bench->n_problem);
+    KV_TRY(open_waiting(&w));
     for (w.document = 0; w.document < t->n_document; w.document++) {
         w.first = t->doc_first[w.document];
         int64_t n_token = t->doc_first[w.document + 1] - w.first;
@@ -249,11 +298,14 @@ static kv_status walk_documents(kv_accuracy_bench *bench, const kv_row *row, kv_
         KV_TRY(kv_model_forward(bench->model, t->token + w.first, t->position + w.first,
                                 (int32_t)n_token, &hooks));
     }
+    look_at_waiting(&w);
     sum_up(&w, out);
     out->seconds = kv_now() - start;
 out:
     kv_progress_end(&w.progress);
     free(w.wrong);
+    free(w.logits);
+    free(w.waiting);
     return st;
 }
 

@@ -4,13 +4,25 @@
 
 static const struct argp_option options[] = {
     {"only", 'o', "NAME", 0, "One operation of the table", 0},
+    {"small", 's', NULL, 0,
+     "Only cases of at most 257 tokens: short enough for compute-sanitizer (memcheck, racecheck, "
+     "initcheck)",
+     0},
     {0},
 };
 
+typedef struct arguments {
+    const char *only;
+    bool small;
+} arguments;
+
 static error_t parse(int key, char *arg, struct argp_state *state) {
-    if (key != 'o') return ARGP_ERR_UNKNOWN;
-    *(const char **)state->input = arg;
-    return 0;
+    arguments *a = state->input;
+    switch (key) {
+    case 'o': a->only = arg; return 0;
+    case 's': a->small = true; return 0;
+    default: return ARGP_ERR_UNKNOWN;
+    }
 }
 
 kv_status kv_cmd_verify(int argc, char **argv) {
@@ -21,8 +33,9 @@ kv_status kv_cmd_verify(int argc, char **argv) {
                "the wgmma and with the portable kernels.\v"
                "Example:\n"
                "  kvlab verify\n"
+               "  compute-sanitizer --tool racecheck kvlab verify --small\n"
                "Exit code 1 when anything differs, 69 without a GPU."};
-    const char *only = NULL;
-    const kv_status st = kv_cli_parse(&argp, argc, argv, &only);
-    return st == KV_OK ? kv_verify_run(stdout, only) : st;
+    arguments a = {0};
+    const kv_status st = kv_cli_parse(&argp, argc, argv, &a);
+    return st == KV_OK ? kv_verify_run(stdout, a.only, a.small) : st;
 }

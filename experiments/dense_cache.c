@@ -42,7 +42,7 @@ static kv_status hash_span(const kv_ops *ops, const kv_span *s, uint64_t key[2])
  * bits, and a result must not depend on what ran before. */
 static int32_t list_parts(const kv_span *s, const kv_dense_request *r, kv_dense *d,
                           const uint64_t key[2], kv_cached *parts) {
-    const char *sweep = r->want_output ? "base" : "alone";
+    const char *sweep = r->want_events ? "base" : "alone";
     int32_t n = 0;
     size_t rows = (size_t)s->n_q_head * (size_t)s->stride;
     kv_cached *p = &parts[n++];
@@ -112,15 +112,15 @@ kv_status kv_dense_cached(const kv_ops *ops, const kv_span *span, const kv_dense
                           const char *folder, kv_dense *out) {
     kv_status st = KV_OK;
     kv_dense base = {0};
-    uint64_t key[2];
+    uint64_t key[2] = {0};
     *out = (kv_dense){.request = *request, .stride = span->stride};
-    KV_TRY(hash_span(ops, span, key));
+    if (folder) KV_TRY(hash_span(ops, span, key));
     if (request->want_output || request->want_events) {
         kv_dense_request r = {.sinks = request->sinks,
                               .window = request->window,
                               .n_power = 2,
                               .power = {1, 2},
-                              .want_output = true,
+                              .want_output = request->want_output,
                               .want_events = true};
         KV_TRY(run_sweep(ops, span, &r, folder, key, &base));
         *out = base;

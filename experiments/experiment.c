@@ -118,10 +118,14 @@ static kv_status compute_dense(work *w, place *p) {
     kv_status st = KV_OK;
     double start = kv_now();
     const kv_run *run = &w->e->plan->row[0].run; /* sinks and window are the same in every row */
-    kv_dense_request request = {
-        .sinks = run->sinks, .window = run->window, .want_output = true, .want_events = true};
+    kv_dense_request request = {.sinks = run->sinks,
+                                .window = run->window,
+                                .want_output = !w->e->ops->resident,
+                                .want_events = true};
     KV_TRY(list_powers(w, p, &request));
-    st = kv_dense_cached(w->e->ops, &p->span, &request, w->e->cache_folder, &p->dense);
+    KV_TRY(w->e->ops->hold(&p->span));
+    st = kv_dense_cached(w->e->ops, &p->span, &request,
+                         w->e->ops->resident ? NULL : w->e->cache_folder, &p->dense);
     KV_TRY(locate(w, p, st, ""));
     w->e->dense_seconds += kv_now() - start;
 out:
@@ -212,30 +216,22 @@ static kv_status run_policy(work *w, place *p, size_t i) {
     kv_status st = KV_OK;
     const kv_row *row = &w->e->plan->row[i];
     kv_policy_input input = input_of(w, p, row);
-    kv_masked masked = {0};
     KV_TRY(find_oracle(w, p, i));
     KV_TRY(decide(w, p, i, &input));
     if (has_own(row)) KV_TRY(find_own(p, row->policy, &input, &w->result[i].decisions));
-    kv_masked_request request = {.evict_at = p->evict_at,
-                                 .sinks = row->run.sinks,
-                                 .window = row->run.window,
-                                 .rerotate = kv_row_rerotates(row),
-                                 .want_output = true,
-                                 .want_long = true};
-    KV_TRY(w->e->ops->masked(&p->span, &request, &masked));
     kv_metrics_item item = {.span = &p->span,
                             .dense = &p->dense,
-                            .masked = &masked,
                             .evict_at = p->evict_at,
                             .evict_oracle = p->oracle[i],
                             .evict_own = has_own(row) ? p->own : NULL,
-                            .kind = p->kind};
+                            .kind = p->kind,
+                            .rerotate = kv_row_rerotates(row),
+                            .ops = w->e->ops};
     KV_TRY(kv_metrics_add(w->metrics[i], &item));
     if (w->timeline) kv_timeline_add(w->timeline, i, &p->span, p->evict_at);
     if (w->pattern) kv_pattern_add(w->pattern, i, &p->span, p->evict_at);
     if (w->result[i].evict_at) keep_decisions(w, p, w->result[i].evict_at);
 out:
-    kv_masked_free(&masked);
     return st;
 }
 
@@ -264,6 +260,7 @@ out:
         for (size_t j = 0; j < i; j++) shared |= p.oracle[j] == p.oracle[i];
         if (!shared) free(p.oracle[i]);
     }
+    w->e->ops->release(&p.span);
     free(p.oracle);
     free(p.evict_at);
     free(p.own);
@@ -272,11 +269,21 @@ out:
     return st;
 }
 
-static bool reads_hidden(const kv_experiment *e, const kv_trace_info *trace) {
+bool kv_plan_reads_hidden(const kv_plan *plan, const kv_trace_info *trace) {
     bool wanted = false;
-    for (size_t i = 0; i < e->plan->n_row; i++)
-        wanted |= e->plan->row[i].policy->needs_hidden || e->plan->row[i].policy->learned;
+    for (size_t i = 0; i < plan->n_row; i++)
+        wanted |= plan->row[i].policy->needs_hidden || plan->row[i].policy->learned;
     return wanted && trace->has_hidden;
+}
+
+static kv_status read_layer(work *w, int32_t index, kv_trace_layer *layer) {
+    const double start = kv_now();
+    const kv_status st =
+        w->e->reader ? kv_layer_reader_next(w->e->reader, layer)
+                     : kv_trace_read_layer(w->e->trace, index,
+                                           kv_plan_reads_hidden(w->e->plan, w->trace), layer);
+    w->e->read_seconds += kv_now() - start;
+    return st;
 }
 
 /* kvpop:scores=trace */
@@ -314,8 +321,7 @@ static kv_status run_batch(work *w, int32_t first) {
     const int32_t left = w->trace->n_layer - first, most = w->ahead ? KV_AHEAD_LAYERS : 1,
                   n = left < most ? left : most;
     for (int32_t i = 0; i < n; i++)
-        KV_TRY(
-            kv_trace_read_layer(w->e->trace, first + i, reads_hidden(w->e, w->trace), &layer[i]));
+        KV_TRY(read_layer(w, first + i, &layer[i]));
     if (w->ahead) KV_TRY(kv_ahead_run(w->ahead, layer, first, n, w->seconds));
     for (int32_t i = 0; i < n; i++) {
         KV_TRY(run_layer(w, &layer[i], first + i));

@@ -6,6 +6,7 @@
 #define KV_EXPERIMENTS_EXPERIMENT_H
 
 #include "experiments/decisions.h"
+#include "experiments/layer_reader.h"
 #include "experiments/plan.h"
 #include "reference/metrics.h"
 #include "reference/ops.h"
@@ -19,13 +20,18 @@ typedef struct kv_row_result {
 
 typedef struct kv_experiment {
     kv_trace *trace;
+    kv_layer_reader
+        *reader; /* its layers, from the first on; NULL: they are read when their turn comes */
     const kv_plan *plan;
     const kv_ops *ops;
     const char *cache_folder;    /* of dense results, NULL: none */
     const char *timeline_folder; /* gets timeline.csv and the tables of pattern.h, NULL: none */
     bool keep_evict_at;
-    double dense_seconds; /* out: policy-independent part */
+    double read_seconds, dense_seconds; /* out: waiting for layers; the policy-independent part */
 } kv_experiment;
+
+/* Whether a row may look at hidden states, and the trace has them. */
+bool kv_plan_reads_hidden(const kv_plan *plan, const kv_trace_info *trace);
 
 /* result [plan->n_row], owned by the caller even on failure (kv_row_result_free). */
 kv_status kv_experiment_run(kv_experiment *e, kv_row_result *result);

@@ -15,12 +15,14 @@
 #include "experiments/manifest.h"
 #include "experiments/plot_data.h"
 #include "experiments/results.h"
+#include "kernels/kernels.h"
 #include "reference/core/log.h"
 #include "reference/core/mem.h"
 #include "traces/model_load.h"
 
 static const char *const job_name[] = {"experiment", "evaluate"};
 static const char cache_folder[] = "results/cache";
+enum { READ_AHEAD = 2 };                             /* layers */
 static const int64_t cache_limit = (int64_t)4 << 30; /* bytes */
 
 typedef struct run {
@@ -33,6 +35,8 @@ typedef struct run {
     const kv_ops *ops;
     kv_model *model; /* NULL: no accuracy */
     json_t *identity;
+    kv_layer_reader *reader;  /* reads ahead while the device is opened; NULL on the CPU */
+    double prepare, accuracy; /* seconds */
     char folder[PATH_MAX - 64];
 } run;
 
@@ -84,12 +88,17 @@ static kv_status prepare(run *r) {
     KV_TRY(require(c, "budgets", "budget"));
     if (r->job == KV_JOB_EVALUATE) KV_TRY(require(c, "model", "model"));
     KV_TRY(kv_plan_check(c)); /* a misspelt policy is told even when the trace is missing */
-    KV_TRY(kv_cli_device(kv_config_text(c, "device"), &r->ops));
+    const bool on_gpu = strcmp(kv_config_text(c, "device"), "gpu") == 0;
+    if (on_gpu) kv_gpu_begin();
     KV_TRY(kv_trace_open(kv_config_text(c, "path"), &r->trace));
     r->info = kv_trace_get(r->trace);
     KV_TRY(kv_plan_make(c, r->info->longest, &r->plan));
     KV_TRY(kv_plan_open_weights(&r->plan, c, r->info));
+    if (on_gpu && r->job == KV_JOB_EXPERIMENT)
+        KV_TRY(kv_layer_reader_open(r->trace, kv_plan_reads_hidden(&r->plan, r->info), READ_AHEAD,
+                                    &r->reader));
     KV_TRY(open_model(r));
+    KV_TRY(kv_cli_device(kv_config_text(c, "device"), &r->ops));
     r->identity = kv_identity_make(job_name[r->job], c, r->info, &r->plan, r->ops,
                                    r->model ? r->model->hash : "");
     if (!r->identity) KV_RAISE(KV_E_INTERNAL, "out of memory");
@@ -124,8 +133,23 @@ out:
     return st != KV_OK ? st : closed;
 }
 
+/* Where the time went: device and files until the first number, waiting for layers, dense sweeps, all rows together, model runs. */
+static void put_times(const run *r, const kv_row_result *result, const kv_experiment *e,
+                      json_t *time_of) {
+    double rows = 0;
+    for (size_t i = 0; i < r->plan.n_row; i++) rows += result[i].seconds;
+    json_object_set_new(time_of, "prepare_seconds", json_real(r->prepare));
+    json_object_set_new(time_of, "read_seconds", json_real(e->read_seconds));
+    json_object_set_new(time_of, "row_seconds", json_real(rows));
+    json_object_set_new(time_of, "accuracy_seconds", json_real(r->accuracy));
+    kv_log(KV_LOG_INFO, job_name[r->job],
+           "%.3f s: %.3f prepare, %.3f wait for layers, %.3f dense, %.3f policies and metrics, "
+           "%.3f accuracy",
+           kv_now() - r->start, r->prepare, e->read_seconds, e->dense_seconds, rows, r->accuracy);
+}
+
 static kv_status write_files(run *r, const kv_row_result *result, const kv_accuracy *accuracy,
-                             double dense_seconds, const char *folder, json_t **summary) {
+                             const kv_experiment *e, const char *folder, json_t **summary) {
     kv_status st = KV_OK;
     json_t *manifest = NULL;
     kv_report report = {.config = r->config,
@@ -140,8 +164,9 @@ static kv_status write_files(run *r, const kv_row_result *result, const kv_accur
     KV_TRY(kv_delay_csv_write(&report, folder));
     KV_TRY(kv_plot_data(&folder, 1, folder));
     if (kv_config_flag(r->config, "save_evict")) KV_TRY(save_evict(r, result, folder));
-    manifest = kv_manifest_make(r->identity, r->info, r->start, dense_seconds);
+    manifest = kv_manifest_make(r->identity, r->info, r->start, e->dense_seconds);
     if (!manifest) KV_RAISE(KV_E_INTERNAL, "out of memory");
+    put_times(r, result, e, json_object_get(manifest, "time"));
     KV_TRY(kv_json_write(manifest, folder, "manifest.json"));
 out:
     json_decref(manifest);
@@ -169,14 +194,17 @@ static kv_status compute(run *r, json_t **summary) {
     KV_NEW(result, r->plan.n_row);
     if (r->model) KV_NEW(accuracy, r->plan.n_row);
     kv_experiment e = {.trace = r->trace,
+                       .reader = r->reader,
                        .plan = &r->plan,
                        .ops = r->ops,
                        .cache_folder = cache_folder,
                        .timeline_folder = staging.folder,
                        .keep_evict_at = kv_config_flag(r->config, "save_evict")};
     if (r->job == KV_JOB_EXPERIMENT) KV_TRY(kv_experiment_run(&e, result));
+    const double before = kv_now();
     if (r->model) KV_TRY(run_model(r, accuracy));
-    KV_TRY(write_files(r, result, accuracy, e.dense_seconds, staging.folder, summary));
+    r->accuracy = kv_now() - before;
+    KV_TRY(write_files(r, result, accuracy, &e, staging.folder, summary));
     KV_TRY(kv_interrupt_poll());
     KV_TRY(kv_staging_commit(&staging));
     kv_cache_trim(cache_folder, cache_limit);
@@ -207,6 +235,7 @@ kv_status kv_job_run(kv_job job, const kv_config *config) {
     const bool quiet = kv_log_get_level() == KV_LOG_ERROR;
     run r = {.job = job, .config = config, .start = kv_now()};
     KV_TRY(prepare(&r));
+    r.prepare = kv_now() - r.start;
     bool finished = read_finished(&r, &summary);
     if (finished && !kv_config_flag(config, "force")) {
         if (!quiet) fprintf(stderr, "these settings were run before; --force runs them again\n");
@@ -222,6 +251,8 @@ out:
     json_decref(r.identity);
     kv_plan_free(&r.plan);
     kv_model_free(r.model);
+    kv_layer_reader_close(r.reader);
     kv_trace_close(r.trace);
+    kv_gpu_settle();
     return st;
 }

@@ -14,6 +14,7 @@ static const operation operations[] = {
     {"dense", kv_verify_dense},
     {"masked", kv_verify_masked},
     {"attend", kv_verify_attend},
+    {"metrics", kv_verify_metrics},
     {"select", kv_verify_select},
     {"closed loop", kv_verify_replay},
     {"mlp", kv_verify_mlp},
@@ -24,18 +25,23 @@ static const operation operations[] = {
     {"linear", kv_verify_linear},
     {"forward", kv_verify_forward},
 };
-enum { OPERATIONS = sizeof operations / sizeof *operations, SHOWN = 10 };
+enum { OPERATIONS = sizeof operations / sizeof *operations, SHOWN = 10, SMALL_TOKENS = 257 };
 
 struct kv_verify {
     FILE *out;
     const kv_ops *ops;
     kv_gpu *gpu;
+    bool small;
     const char *name, *path;
     char label[256];
     int64_t cases, cells, decisions, near, failures, unsupported;
     double worst; /* largest error in units of its tolerance */
     char worst_at[320];
 };
+
+bool kv_verify_skips(const kv_verify *v, int32_t n_token) {
+    return v->small && n_token > SMALL_TOKENS;
+}
 
 const kv_ops *kv_verify_ops(const kv_verify *v) { return v->ops; }
 kv_gpu *kv_verify_gpu(const kv_verify *v) { return v->gpu; }
@@ -119,8 +125,13 @@ void kv_verify_unsupported(kv_verify *v, const char *why) {
 /* Runs one operation on one path; *failed counts those that did not pass. */
 static kv_status judge(kv_verify *v, const operation *op, const char *path, int *failed) {
     FILE *out = v->out;
-    *v = (kv_verify){
-        .out = out, .ops = v->ops, .gpu = v->gpu, .name = op->name, .path = path, .label = "?"};
+    *v = (kv_verify){.out = out,
+                     .ops = v->ops,
+                     .gpu = v->gpu,
+                     .small = v->small,
+                     .name = op->name,
+                     .path = path,
+                     .label = "?"};
     const kv_status st = op->run(v);
     if (st == KV_E_INTERRUPTED) return st;
     if (st != KV_OK) fail(v, "could not run: %s", kv_error_message());
@@ -136,9 +147,9 @@ static kv_status judge(kv_verify *v, const operation *op, const char *path, int 
     return KV_OK;
 }
 
-kv_status kv_verify_run(FILE *out, const char *only) {
+kv_status kv_verify_run(FILE *out, const char *only, bool small) {
     kv_status st = KV_OK;
-    kv_verify v = {.out = out};
+    kv_verify v = {.out = out, .small = small};
     kv_gpu_info info;
     int failed = 0, matched = 0;
     KV_TRY(kv_gpu_ops(&v.ops));

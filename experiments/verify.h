@@ -12,8 +12,12 @@
 typedef struct kv_verify kv_verify;
 
 /* Every operation once with the wgmma kernels (where the GPU has them) and once with the portable ones. KV_E_MISMATCH when a
- * comparison failed, KV_E_UNAVAILABLE without a GPU. only: name of one operation, NULL for all. */
-kv_status kv_verify_run(FILE *out, const char *only);
+ * comparison failed, KV_E_UNAVAILABLE without a GPU. only: name of one operation, NULL for all. small: the cases of few tokens alone,
+ * for compute-sanitizer. */
+kv_status kv_verify_run(FILE *out, const char *only, bool small);
+
+/* True for a case of so many tokens in a small run. */
+bool kv_verify_skips(const kv_verify *v, int32_t n_token);
 
 /* The device under test, as a table and as a handle. */
 const kv_ops *kv_verify_ops(const kv_verify *v);
@@ -46,6 +50,7 @@ void kv_verify_unsupported(kv_verify *v, const char *why);
 kv_status kv_verify_dense(kv_verify *v);
 kv_status kv_verify_masked(kv_verify *v);
 kv_status kv_verify_attend(kv_verify *v);
+kv_status kv_verify_metrics(kv_verify *v);
 kv_status kv_verify_select(kv_verify *v);
 kv_status kv_verify_replay(kv_verify *v);
 kv_status kv_verify_mlp(kv_verify *v);

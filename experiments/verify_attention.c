@@ -220,6 +220,7 @@ kv_status kv_verify_dense(kv_verify *v) {
     float *sparse = NULL;
     for (int i = 0; i < SHAPES; i++) {
         const shape *s = &shapes[i];
+        if (kv_verify_skips(v, s->n)) continue;
         KV_TRY(problem_make(s, &p));
         const kv_dense_request all = {.sinks = s->sinks,
                                       .window = s->window,
@@ -344,6 +345,7 @@ kv_status kv_verify_masked(kv_verify *v) {
     int32_t *evict_at = NULL, *legal = NULL;
     for (int i = 0; i < SHAPES; i++) {
         const shape *s = &shapes[i];
+        if (kv_verify_skips(v, s->n)) continue;
         KV_TRY(problem_make(s, &p));
         KV_NEW(evict_at, (size_t)s->n_kv * (size_t)p.span.stride);
         KV_NEW(legal, (size_t)s->n_kv * (size_t)p.span.stride);
@@ -373,6 +375,7 @@ kv_status kv_verify_attend(kv_verify *v) {
     float *got = NULL, *want = NULL, *lse = NULL, *lse_want = NULL;
     for (int i = 0; i < SHAPES; i++) {
         const shape *s = &shapes[i];
+        if (kv_verify_skips(v, s->n)) continue;
         KV_TRY(problem_make(s, &p));
         const size_t cells = (size_t)s->n_q * (size_t)p.span.stride;
         const double error = probability_error(p.logit);

@@ -2,27 +2,34 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <mutex>
 #include <vector>
 
 #include "kernels/blas.cuh"
+#include "kernels/gpu_ops.h"
 
 namespace {
 
-kv_status load(kv_blas *b) {
+void *library() {
     const char *const names[] = {"libcublas.so.13", "libcublas.so.12", "libcublas.so",
                                  "/usr/local/cuda/lib64/libcublas.so"};
-    void *library = nullptr;
+    void *found = nullptr;
     for (const char *name : names)
-        if (!library) library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    if (!library)
-        return KV_FAIL(KV_E_UNAVAILABLE,
-                       "libcublas was not found (libcublas.so.13 or .12); install the CUDA toolkit's "
-                       "libraries or add their folder to LD_LIBRARY_PATH");
-    const auto create = (decltype(&cublasCreate_v2))dlsym(library, "cublasCreate_v2");
-    b->set_stream = (decltype(b->set_stream))dlsym(library, "cublasSetStream_v2");
-    b->gemm = (decltype(b->gemm))dlsym(library, "cublasGemmEx");
-    b->gemm_batched =
-        (decltype(b->gemm_batched))dlsym(library, "cublasGemmStridedBatchedEx");
+        if (!found) found = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    return found;
+}
+
+kv_status load(kv_blas *b) {
+    void *const from = library();
+    if (!from)
+        return KV_FAIL(
+            KV_E_UNAVAILABLE,
+            "libcublas was not found (libcublas.so.13 or .12); install the CUDA toolkit's "
+            "libraries or add their folder to LD_LIBRARY_PATH");
+    const auto create = (decltype(&cublasCreate_v2))dlsym(from, "cublasCreate_v2");
+    b->set_stream = (decltype(b->set_stream))dlsym(from, "cublasSetStream_v2");
+    b->gemm = (decltype(b->gemm))dlsym(from, "cublasGemmEx");
+    b->gemm_batched = (decltype(b->gemm_batched))dlsym(from, "cublasGemmStridedBatchedEx");
     if (!create || !b->set_stream || !b->gemm || !b->gemm_batched ||
         create(&b->handle) != CUBLAS_STATUS_SUCCESS)
         return KV_FAIL(KV_E_UNAVAILABLE, "libcublas was found but cannot be used");
@@ -33,6 +40,8 @@ kv_status load(kv_blas *b) {
 
 kv_status kv_gpu_blas(kv_gpu *g, const kv_blas **out) {
     static kv_blas blas;
+    static std::mutex once; // the handle may be made early, outside the lock of the device table
+    std::lock_guard<std::mutex> guard(once);
     if (!blas.handle) KV_RETURN(load(&blas));
     if (blas.set_stream(blas.handle, g->stream) != CUBLAS_STATUS_SUCCESS)
         return KV_FAIL(KV_E_INTERNAL, "cublasSetStream failed");
@@ -40,9 +49,17 @@ kv_status kv_gpu_blas(kv_gpu *g, const kv_blas **out) {
     return KV_OK;
 }
 
+void kv_gpu_blas_map(void) { (void)library(); }
+
+void kv_gpu_blas_warm(kv_gpu *g) {
+    const kv_blas *blas;
+    if (kv_gpu_blas(g, &blas) != KV_OK) kv_error_clear();
+}
+
 kv_status kv_gpu_matmul_ceiling(kv_gpu *g, int32_t n, double *tflop_per_s) {
     const kv_blas *blas;
-    kv_gpu_span *a = nullptr; // n rows of 128 columns for n/128 heads: random data of the right size
+    kv_gpu_span *a =
+        nullptr; // n rows of 128 columns for n/128 heads: random data of the right size
     kv_scratch c;
     std::vector<float> ms(9);
     const float one = 1.0f, zero = 0.0f;

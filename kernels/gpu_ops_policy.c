@@ -2,23 +2,6 @@
 #include "kernels/gpu_ops.h"
 
 #include <math.h>
-#include <string.h>
-
-#include "reference/core/mem.h"
-
-/* Device [rows][n] words of 4 bytes -> host [rows][stride]. */
-static kv_status fetch(const kv_gpu_buffer *from, size_t rows, size_t n, size_t stride, void *to) {
-    kv_status st = KV_OK;
-    char *packed = NULL;
-    if (stride == n) return kv_gpu_get(from, to, rows * n * 4);
-    KV_NEW(packed, rows * n * 4);
-    KV_TRY(kv_gpu_get(from, packed, rows * n * 4));
-    for (size_t i = 0; i < rows; i++)
-        memcpy((char *)to + i * stride * 4, packed + i * n * 4, n * 4);
-out:
-    free(packed);
-    return st;
-}
 
 kv_status kv_gpu_ops_select(const kv_span *span, const kv_run *run, const float *priority,
                             int32_t *evict_at) {
@@ -35,10 +18,10 @@ kv_status kv_gpu_ops_select(const kv_span *span, const kv_run *run, const float 
                     "layer %d, KV head %d: the priority of token %d is NaN; a policy must give "
                     "numbers",
                     span->layer_id, (int)h, (int)t);
-    KV_TRY(kv_gpu_ops_send(priority, rows, n, stride, &b[0]));
+    KV_TRY(kv_gpu_ops_send(g, priority, rows, n, stride, &b[0]));
     KV_TRY(kv_gpu_new(g, rows * n * 4, &b[1]));
     KV_TRY(kv_gpu_select(g, span->n_kv_head, span->n_token, run, b[0], b[1]));
-    KV_TRY(fetch(b[1], rows, n, stride, evict_at));
+    KV_TRY(kv_gpu_ops_fetch(b[1], rows, n, stride, 4, evict_at));
 out:
     st = kv_gpu_ops_free(st, b, 2);
     kv_gpu_ops_leave();
@@ -49,16 +32,15 @@ kv_status kv_gpu_ops_replay_attention(const kv_span *span, const kv_attention_ru
                                       int32_t budget, int32_t *evict_at) {
     kv_status st = KV_OK;
     kv_gpu_buffer *b = NULL;
-    kv_gpu_span *s = NULL;
+    kv_held *held = NULL;
     const size_t rows = (size_t)span->n_kv_head, n = (size_t)span->n_token;
     kv_gpu *g = kv_gpu_ops_enter();
-    KV_TRY(kv_gpu_span_upload(g, span, false, &s));
+    KV_TRY(kv_gpu_ops_borrow(g, span, false, &held));
     KV_TRY(kv_gpu_new(g, rows * n * 4, &b));
-    KV_TRY(kv_gpu_replay_attention(s, rule, span->n_kv_head, budget, NULL, NULL, b));
-    KV_TRY(fetch(b, rows, n, (size_t)span->stride, evict_at));
+    KV_TRY(kv_gpu_replay_attention(held->span, rule, span->n_kv_head, budget, NULL, NULL, b));
+    KV_TRY(kv_gpu_ops_fetch(b, rows, n, (size_t)span->stride, 4, evict_at));
 out:
-    kv_gpu_span_free(s);
-    st = kv_gpu_ops_free(st, &b, 1);
+    st = kv_gpu_ops_return(kv_gpu_ops_free(st, &b, 1), span, held);
     kv_gpu_ops_leave();
     return st == KV_OK ? st : kv_error_context(st, "layer %d", span->layer_id);
 }
@@ -69,14 +51,18 @@ static kv_status scores_locked(kv_gpu *g, const kv_scorer *s, const kv_span *spa
     kv_gpu_buffer *b[BUFFERS] = {NULL};
     const size_t rows = (size_t)span->n_kv_head, n = (size_t)span->n_token,
                  stride = (size_t)span->stride, d = (size_t)span->head_dim;
-    KV_TRY(kv_gpu_ops_send(span->k, rows, n * d, stride * d, &b[K]));
-    KV_TRY(kv_gpu_ops_send(span->v, rows, n * d, stride * d, &b[V]));
+    if (span->held) {
+        KV_TRY(kv_gpu_span_floats(span->held->span, &b[K], &b[V]));
+    } else {
+        KV_TRY(kv_gpu_ops_send(g, span->k, rows, n * d, stride * d, &b[K]));
+        KV_TRY(kv_gpu_ops_send(g, span->v, rows, n * d, stride * d, &b[V]));
+    }
     if (s->spec.n_hidden)
-        KV_TRY(kv_gpu_ops_send(span->hidden, 1, n * (size_t)span->d_model,
+        KV_TRY(kv_gpu_ops_send(g, span->hidden, 1, n * (size_t)span->d_model,
                                n * (size_t)span->d_model, &b[HIDDEN]));
     KV_TRY(kv_gpu_new(g, rows * n * 4, &b[RHAT]));
     KV_TRY(kv_gpu_scores(g, s, span->n_token, b[K], b[V], b[HIDDEN], b[RHAT]));
-    KV_TRY(fetch(b[RHAT], rows, n, stride, rhat));
+    KV_TRY(kv_gpu_ops_fetch(b[RHAT], rows, n, stride, 4, rhat));
 out:
     return kv_gpu_ops_free(st, b, BUFFERS);
 }
@@ -107,7 +93,7 @@ kv_status kv_gpu_ops_linear(int32_t m, int32_t n, int32_t k, const float *a, kv_
     if (m <= 0 || n <= 0 || k <= 0)
         KV_RAISE(KV_E_INTERNAL, "weight product of %d x %d x %d: every size must be positive", m, n,
                  k);
-    KV_TRY(kv_gpu_ops_send(a, (size_t)m, (size_t)k, (size_t)k, &b[0]));
+    KV_TRY(kv_gpu_ops_send(g, a, (size_t)m, (size_t)k, (size_t)k, &b[0]));
     KV_TRY(kv_gpu_new(g, (size_t)m * (size_t)n * 4, &b[1]));
     KV_TRY(kv_gpu_linear(g, m, n, k, b[0], w_type, w, b[1]));
     KV_TRY(kv_gpu_get(b[1], c, (size_t)m * (size_t)n * 4));

@@ -11,6 +11,7 @@
 
 #include "reference/adamw.h"
 #include "reference/loss_boundary.h"
+#include "reference/metrics_sums.h"
 #include "reference/ops.h"
 #include "reference/scorer.h"
 
@@ -21,6 +22,11 @@ extern "C" {
 /* The device table: kv_ops_cpu with the operations below in place of the CPU's. One process-wide device, opened on first use,
  * serialised by a lock. KV_E_UNAVAILABLE says what is missing. */
 kv_status kv_gpu_ops(const kv_ops **out);
+
+/* Starts to open the device and the library of products, on threads of their own; kv_gpu_ops then waits for what is missing. Call
+ * kv_gpu_settle before the process ends. Failures show in kv_gpu_ops. */
+void kv_gpu_begin(void);
+void kv_gpu_settle(void);
 
 /* The device behind kv_gpu_ops, for callers that keep data on it; not to be closed. */
 struct kv_gpu;
@@ -67,11 +73,20 @@ kv_status kv_gpu_matmul_ceiling(kv_gpu *g, int32_t n, double *tflop_per_s);
  * to 128, padded with zeros to 64 or 128; larger: KV_E_UNAVAILABLE. softcap and any scale are accepted. want_v false: v is left
  * out. */
 kv_status kv_gpu_span_upload(kv_gpu *g, const kv_span *span, bool want_v, kv_gpu_span **out);
+/* The same from fp32 arrays on the device, q [n_q_head][n_token][head_dim], k, v [n_kv_head][n_token][head_dim]; of `span` only
+ * shapes, scale and softcap are read. */
+kv_status kv_gpu_span_adopt(kv_gpu *g, const kv_span *span, const kv_gpu_buffer *q,
+                            const kv_gpu_buffer *k, const kv_gpu_buffer *v, kv_gpu_span **out);
+/* k, v as they were uploaded, fp32 [n_kv_head][n_token][head_dim], in new buffers. */
+kv_status kv_gpu_span_floats(const kv_gpu_span *s, kv_gpu_buffer **k, kv_gpu_buffer **v);
 /* Normal random q (deviation 1), k, v of the given shape and type (KV_F16, KV_BF16, KV_F32), for benchmarks. head_dim 64 or 128. */
 kv_status kv_gpu_span_random(kv_gpu *g, int32_t n_q_head, int32_t n_kv_head, int32_t n_token,
                              int32_t head_dim, kv_dtype type, uint64_t seed, kv_gpu_span **out);
 void kv_gpu_span_free(kv_gpu_span *s); /* NULL is legal */
 kv_dtype kv_gpu_span_type(const kv_gpu_span *s);
+/* head_dim as uploaded; NULL: not wanted. */
+void kv_gpu_span_shape(const kv_gpu_span *s, int32_t *n_q_head, int32_t *n_token,
+                       int32_t *head_dim);
 
 /* Rows of the dense sweep (kv_dense_compute): lse [n_q_head][n_token] fp32, natural. With long_mass, top_p (fp32) and top_t (int32,
  * same shape; all three or none) the events of E(u) = {sinks <= t <= u - window}. Tokens are dense in device arrays: no stride. */
@@ -103,6 +118,17 @@ kv_status kv_gpu_plan_pairs(kv_gpu_plan *p, int32_t n_q_head, double *pairs);
  * and lse -inf. exact: probabilities enter the second product as high and low halves (error 2^-21 instead of 2^-11 or 2^-8). */
 kv_status kv_gpu_attend(const kv_gpu_span *s, const kv_gpu_plan *plan, bool exact, kv_gpu_buffer *o,
                         kv_gpu_buffer *lse, kv_gpu_buffer *lse_long);
+
+/* Sums behind the metrics of one document (kv_metrics_measure), added to `sums`. Arrays [n_q_head][n_token] (o with [head_dim]) or
+ * [n_kv_head][n_token]; mass double, kind uint8 [n_token]; evict_own and kind may be NULL. Integer sums equal the CPU's, sums of
+ * doubles have another order. Waits for the result. */
+typedef struct kv_gpu_measure_input {
+    int32_t n_q_head, n_kv_head, n_token, head_dim;
+    const kv_gpu_buffer *dense_lse, *long_mass, *top_p, *top_t, *dense_o, *lse, *lse_long, *o;
+    const kv_gpu_buffer *evict_at, *evict_oracle, *evict_own, *mass, *kind;
+} kv_gpu_measure_input;
+kv_status kv_gpu_measure(kv_gpu *g, const kv_run *run, const kv_gpu_measure_input *in,
+                         kv_layer_sums *sums);
 
 /* Ranks and running cutoffs of n_head heads (kv_select): priority [n_head][n_token] fp32 without NaN -> evict_at [n_head][n_token]
  * int32. Heads of several layers may lie one after another. */

@@ -16,7 +16,7 @@ $(error CUDA=1, but nvcc was found neither in PATH nor in CUDA_HOME ($(CUDA_HOME
 endif
 
 ifeq ($(or $(filter 0,$(CUDA)),$(if $(NVCC),,none)),)
-CUDA_OBJS  := $(CUDA_SRCS:%.cu=$(BUILD)/%.cu.o) $(BUILD)/kernels/gpu_ops.o $(BUILD)/kernels/gpu_ops_policy.o
+CUDA_OBJS  := $(CUDA_SRCS:%.cu=$(BUILD)/%.cu.o) $(patsubst %.c,$(BUILD)/%.o,$(wildcard kernels/gpu_*.c))
 CUDA_LIBS   = -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt -lpthread
 else
 CUDA_OBJS  := $(BUILD)/kernels/no_gpu.o

@@ -305,11 +305,12 @@ struct forward {
         span.scale = (float)(1.0 / sqrt((double)config().head_dim));
         span.layer_id = span.layer_index = layer;
         span.n_layer = config().n_layer;
+        KV_RETURN(kv_gpu_ops_adopt(g, &span, q.buffer, k.buffer, v.buffer));
         kv_gpu_ops_leave();
-        const kv_status st = hooks->attend ? hooks->attend(hooks->context, &span, host_o)
-                                           : hooks->ops->attend(&span, host_o, nullptr);
+        kv_status st = hooks->attend ? hooks->attend(hooks->context, &span, host_o)
+                                     : hooks->ops->attend(&span, host_o, nullptr);
         kv_gpu_ops_enter();
-        KV_RETURN(st);
+        KV_RETURN(kv_gpu_ops_drop(st, span.held));
         KV_CUDA(cudaMemcpyAsync(o.buffer->data, host_o, (size_t)n * nq * 4, cudaMemcpyHostToDevice,
                                 g->stream));
         return KV_OK;

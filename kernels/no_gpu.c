@@ -24,11 +24,15 @@ kv_status kv_gpu_open(kv_gpu **out) { return kv_gpu_shared(out); }
 /* Without a handle nothing below can be called; it lets the callers link. */
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
+void kv_gpu_begin(void) {}
+void kv_gpu_settle(void) {}
 void kv_gpu_close(kv_gpu *g) {}
 void kv_gpu_describe(kv_gpu *g, kv_gpu_info *out) { memset(out, 0, sizeof *out); }
 size_t kv_gpu_bytes(const kv_gpu_buffer *b) { return 0; }
 void kv_gpu_span_free(kv_gpu_span *s) {}
 kv_dtype kv_gpu_span_type(const kv_gpu_span *s) { return KV_F32; }
+void kv_gpu_span_shape(const kv_gpu_span *s, int32_t *n_q_head, int32_t *n_token,
+                       int32_t *head_dim) {}
 void kv_gpu_plan_free(kv_gpu_plan *p) {}
 kv_status kv_gpu_use_hopper(kv_gpu *g, bool hopper) { return unavailable(); }
 kv_status kv_gpu_sync(kv_gpu *g) { return unavailable(); }
@@ -45,6 +49,17 @@ kv_status kv_gpu_span_upload(kv_gpu *g, const kv_span *span, bool want_v, kv_gpu
 }
 kv_status kv_gpu_span_random(kv_gpu *g, int32_t n_q_head, int32_t n_kv_head, int32_t n_token,
                              int32_t head_dim, kv_dtype type, uint64_t seed, kv_gpu_span **out) {
+    return unavailable();
+}
+kv_status kv_gpu_span_adopt(kv_gpu *g, const kv_span *span, const kv_gpu_buffer *q,
+                            const kv_gpu_buffer *k, const kv_gpu_buffer *v, kv_gpu_span **out) {
+    return unavailable();
+}
+kv_status kv_gpu_span_floats(const kv_gpu_span *s, kv_gpu_buffer **k, kv_gpu_buffer **v) {
+    return unavailable();
+}
+kv_status kv_gpu_measure(kv_gpu *g, const kv_run *run, const kv_gpu_measure_input *in,
+                         kv_layer_sums *sums) {
     return unavailable();
 }
 kv_status kv_gpu_lse(const kv_gpu_span *s, int32_t sinks, int32_t window, kv_gpu_buffer *lse,

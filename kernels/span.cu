@@ -23,8 +23,8 @@ __device__ __half convert(float x, __half) { return __float2half_rn(x); }
 __device__ __nv_bfloat16 convert(float x, __nv_bfloat16) { return __float2bfloat16_rn(x); }
 
 // y[rows][d_out] from x[rows][d_in], zeros behind d_in.
-template <class T> __global__ void convert_kernel(const float *x, T *y, size_t rows, int d_in,
-                                                  int d_out) {
+template <class T>
+__global__ void convert_kernel(const float *x, T *y, size_t rows, int d_in, int d_out) {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < rows * (size_t)d_out;
          i += (size_t)gridDim.x * blockDim.x) {
         const int c = (int)(i % (size_t)d_out);
@@ -54,8 +54,10 @@ size_t element(kv_dtype type) { return type == KV_F32 ? 4 : 2; }
 kv_status new_span(kv_gpu *g, int32_t n_q_head, int32_t n_kv_head, int32_t n_token, int32_t d_in,
                    kv_gpu_span **out) {
     if (d_in > 128)
-        return KV_FAIL(KV_E_UNAVAILABLE, "head size %d: the GPU kernels take up to 128; "
-                                         "run with --device cpu", d_in);
+        return KV_FAIL(KV_E_UNAVAILABLE,
+                       "head size %d: the GPU kernels take up to 128; "
+                       "run with --device cpu",
+                       d_in);
     if (n_token < 1 || n_kv_head < 1 || n_q_head % n_kv_head != 0)
         return KV_FAIL(KV_E_USAGE, "span of %d tokens, %d query and %d KV heads", n_token, n_q_head,
                        n_kv_head);
@@ -75,55 +77,92 @@ size_t elements(const kv_gpu_span *s, int32_t heads) {
     return (size_t)heads * (size_t)s->n_token * (size_t)s->head_dim;
 }
 
-kv_status stage(const kv_span *span, const float *x, int32_t heads, kv_scratch *to, int *flags) {
+kv_status stage(const kv_span *span, const float *x, int32_t heads, kv_scratch *to) {
     kv_gpu *g = to->buffer->gpu;
     const size_t row = (size_t)span->n_token * (size_t)span->head_dim * sizeof(float);
     const size_t pitch = (size_t)span->stride * (size_t)span->head_dim * sizeof(float);
     KV_CUDA(cudaMemcpy2DAsync(to->buffer->data, row, x, pitch, row, (size_t)heads,
                               cudaMemcpyHostToDevice, g->stream));
-    exactness_kernel<<<BLOCKS, THREADS, 0, g->stream>>>(to->as<float>(),
-                                                        (size_t)heads * row / sizeof(float), flags);
-    KV_CUDA(cudaGetLastError());
     return KV_OK;
 }
 
-template <class T> kv_status convert_as(const kv_gpu_span *s, const kv_scratch &from,
-                                        kv_gpu_buffer *to, int32_t heads) {
+template <class T>
+kv_status convert_as(const kv_gpu_span *s, const float *from, kv_gpu_buffer *to, int32_t heads) {
     convert_kernel<T><<<BLOCKS, THREADS, 0, s->gpu->stream>>>(
-        from.as<float>(), kv_data<T>(to), (size_t)heads * (size_t)s->n_token, s->head_dim_in,
-        s->head_dim);
+        from, kv_data<T>(to), (size_t)heads * (size_t)s->n_token, s->head_dim_in, s->head_dim);
     KV_CUDA(cudaGetLastError());
     return KV_OK;
 }
 
-kv_status fill(const kv_gpu_span *s, const kv_scratch &from, int32_t heads, kv_gpu_buffer **to) {
+kv_status fill(const kv_gpu_span *s, const float *from, int32_t heads, kv_gpu_buffer **to) {
     KV_RETURN(kv_gpu_new(s->gpu, elements(s, heads) * element(s->type), to));
     if (s->type == KV_F16) return convert_as<__half>(s, from, *to, heads);
     if (s->type == KV_BF16) return convert_as<__nv_bfloat16>(s, from, *to, heads);
     return convert_as<float>(s, from, *to, heads);
 }
 
-kv_status upload(const kv_span *span, kv_gpu_span *s, bool want_v) {
+// Chooses the format of device arrays [head][n_token][head_dim_in] and fills the span; v may be null.
+kv_status settle(kv_gpu_span *s, const float *q, const float *k, const float *v) {
     kv_gpu *g = s->gpu;
-    const size_t cell = (size_t)s->n_token * (size_t)s->head_dim_in * sizeof(float);
-    kv_scratch q, k, v, flags;
+    const size_t cell = (size_t)s->n_token * (size_t)s->head_dim_in;
+    kv_scratch flags;
     int found = 0;
-    KV_RETURN(q.reserve(g, (size_t)s->n_q_head * cell));
-    KV_RETURN(k.reserve(g, (size_t)s->n_kv_head * cell));
     KV_RETURN(flags.reserve(g, sizeof found));
     KV_CUDA(cudaMemsetAsync(flags.buffer->data, 0, sizeof found, g->stream));
-    KV_RETURN(stage(span, span->q, s->n_q_head, &q, flags.as<int>()));
-    KV_RETURN(stage(span, span->k, s->n_kv_head, &k, flags.as<int>()));
-    if (want_v) {
-        KV_RETURN(v.reserve(g, (size_t)s->n_kv_head * cell));
-        KV_RETURN(stage(span, span->v, s->n_kv_head, &v, flags.as<int>()));
+    for (const float *x : {q, k, v}) {
+        if (!x) continue;
+        exactness_kernel<<<BLOCKS, THREADS, 0, g->stream>>>(
+            x, (size_t)(x == q ? s->n_q_head : s->n_kv_head) * cell, flags.as<int>());
+        KV_CUDA(cudaGetLastError());
     }
     KV_RETURN(kv_gpu_get(flags.buffer, &found, sizeof found));
     s->type = !(found & NOT_HALF) ? KV_F16 : !(found & NOT_BFLOAT) ? KV_BF16 : KV_F32;
     KV_RETURN(fill(s, q, s->n_q_head, &s->q));
     KV_RETURN(fill(s, k, s->n_kv_head, &s->k));
-    if (want_v) KV_RETURN(fill(s, v, s->n_kv_head, &s->v));
+    return v ? fill(s, v, s->n_kv_head, &s->v) : KV_OK;
+}
+
+kv_status upload(const kv_span *span, kv_gpu_span *s, bool want_v) {
+    kv_gpu *g = s->gpu;
+    const size_t cell = (size_t)s->n_token * (size_t)s->head_dim_in * sizeof(float);
+    kv_scratch q, k, v;
+    KV_RETURN(q.reserve(g, (size_t)s->n_q_head * cell));
+    KV_RETURN(k.reserve(g, (size_t)s->n_kv_head * cell));
+    KV_RETURN(stage(span, span->q, s->n_q_head, &q));
+    KV_RETURN(stage(span, span->k, s->n_kv_head, &k));
+    if (want_v) {
+        KV_RETURN(v.reserve(g, (size_t)s->n_kv_head * cell));
+        KV_RETURN(stage(span, span->v, s->n_kv_head, &v));
+    }
+    return settle(s, q.as<float>(), k.as<float>(), want_v ? v.as<float>() : nullptr);
+}
+
+__device__ float widen(float x) { return x; }
+__device__ float widen(__half x) { return __half2float(x); }
+__device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// y[rows][d_out] from x[rows][d_in], d_out <= d_in.
+template <class T>
+__global__ void widen_kernel(const T *x, float *y, size_t rows, int d_in, int d_out) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < rows * (size_t)d_out;
+         i += (size_t)gridDim.x * blockDim.x)
+        y[i] = widen(x[i / (size_t)d_out * (size_t)d_in + i % (size_t)d_out]);
+}
+
+template <class T>
+kv_status floats_as(const kv_gpu_span *s, const kv_gpu_buffer *from, kv_gpu_buffer **to) {
+    const size_t rows = (size_t)s->n_kv_head * (size_t)s->n_token;
+    KV_RETURN(kv_gpu_new(s->gpu, rows * (size_t)s->head_dim_in * sizeof(float), to));
+    widen_kernel<T><<<BLOCKS, THREADS, 0, s->gpu->stream>>>(kv_data<T>(from), kv_data<float>(*to),
+                                                            rows, s->head_dim, s->head_dim_in);
+    KV_CUDA(cudaGetLastError());
     return KV_OK;
+}
+
+kv_status floats(const kv_gpu_span *s, const kv_gpu_buffer *from, kv_gpu_buffer **to) {
+    if (s->type == KV_F16) return floats_as<__half>(s, from, to);
+    if (s->type == KV_BF16) return floats_as<__nv_bfloat16>(s, from, to);
+    return floats_as<float>(s, from, to);
 }
 
 template <class T> kv_status normal(kv_gpu_buffer *b, size_t n, uint64_t seed) {
@@ -142,17 +181,45 @@ kv_status random_array(const kv_gpu_span *s, int32_t heads, uint64_t seed, kv_gp
 
 } // namespace
 
-kv_status kv_gpu_span_upload(kv_gpu *g, const kv_span *span, bool want_v, kv_gpu_span **out) {
+// An empty span of this shape, filled by `work`; freed when that fails.
+template <class F>
+static kv_status make_span(kv_gpu *g, const kv_span *span, F work, kv_gpu_span **out) {
     *out = nullptr;
     KV_RETURN(new_span(g, span->n_q_head, span->n_kv_head, span->n_token, span->head_dim, out));
     (*out)->scale = span->scale;
     (*out)->softcap = span->softcap > 0 ? span->softcap : 0;
-    const kv_status st = upload(span, *out, want_v);
+    const kv_status st = work(*out);
     if (st != KV_OK) {
         kv_gpu_span_free(*out);
         *out = nullptr;
     }
     return st;
+}
+
+kv_status kv_gpu_span_upload(kv_gpu *g, const kv_span *span, bool want_v, kv_gpu_span **out) {
+    return make_span(
+        g, span, [=](kv_gpu_span *s) { return upload(span, s, want_v); }, out);
+}
+
+kv_status kv_gpu_span_adopt(kv_gpu *g, const kv_span *span, const kv_gpu_buffer *q,
+                            const kv_gpu_buffer *k, const kv_gpu_buffer *v, kv_gpu_span **out) {
+    const size_t cell = (size_t)span->n_token * (size_t)span->head_dim;
+    KV_RETURN(kv_buffer_check(q, "q", (size_t)span->n_q_head * cell, sizeof(float)));
+    KV_RETURN(kv_buffer_check(k, "k", (size_t)span->n_kv_head * cell, sizeof(float)));
+    KV_RETURN(kv_buffer_check(v, "v", (size_t)span->n_kv_head * cell, sizeof(float)));
+    return make_span(
+        g, span,
+        [=](kv_gpu_span *s) {
+            return settle(s, kv_data<float>(q), kv_data<float>(k), kv_data<float>(v));
+        },
+        out);
+}
+
+kv_status kv_gpu_span_floats(const kv_gpu_span *s, kv_gpu_buffer **k, kv_gpu_buffer **v) {
+    *k = *v = nullptr;
+    if (!s->v) return KV_FAIL(KV_E_USAGE, "kv_gpu_span_floats: the span was uploaded without v");
+    KV_RETURN(floats(s, s->k, k));
+    return floats(s, s->v, v);
 }
 
 kv_status kv_gpu_span_random(kv_gpu *g, int32_t n_q_head, int32_t n_kv_head, int32_t n_token,
@@ -183,6 +250,13 @@ void kv_gpu_span_free(kv_gpu_span *s) {
 }
 
 kv_dtype kv_gpu_span_type(const kv_gpu_span *s) { return s->type; }
+
+void kv_gpu_span_shape(const kv_gpu_span *s, int32_t *n_q_head, int32_t *n_token,
+                       int32_t *head_dim) {
+    if (n_q_head) *n_q_head = s->n_q_head;
+    if (n_token) *n_token = s->n_token;
+    if (head_dim) *head_dim = s->head_dim_in;
+}
 
 kv_status kv_tile_map(const kv_gpu_span *s, const kv_gpu_buffer *data, int32_t n_head, int32_t rows,
                       CUtensorMap *out) {

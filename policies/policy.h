@@ -42,6 +42,7 @@ typedef struct kv_span {
     int32_t request,
         document;  /* addresses of the random policy: request index, document index within it */
     int64_t first; /* absolute index of the document's first token among all tokens of the trace */
+    struct kv_held *held; /* what a device keeps of this span (kv_ops.hold), or NULL */
 } kv_span;
 
 /* What belongs to the run, not to the policy. budget = sinks + window + k (maths.md 1). */

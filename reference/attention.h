@@ -45,6 +45,7 @@ typedef struct kv_masked_request {
     bool
         rerotate; /* pos=cache of streaming (contract.md 2): key i of the kept list rotated by i, query by count-1 */
     bool want_output, want_long;
+    float *o; /* receives the output, [n_q_head][stride][head_dim]; NULL: a new array does */
 } kv_masked_request;
 
 typedef struct kv_masked {

@@ -121,7 +121,7 @@ static void attend_chunk(const masked *m, gather *g, const kv_chunk *chunk) {
 }
 
 static void store_block(const masked *m, const gather *g) {
-    kv_block_end(&g->block, &m->shape, m->out->o, m->out->lse);
+    kv_block_end(&g->block, &m->shape, m->request->o ? m->request->o : m->out->o, m->out->lse);
     for (int32_t i = 0; i < g->block.n_panel; i++) {
         const kv_panel *p = &g->block.panel[i];
         const kv_softmax *s = m->request->rerotate ? &g->recorded[i] : &p->softmax;
@@ -166,7 +166,8 @@ static kv_status allocate(masked *m) {
     KV_NEW(m->out->lse, cells);
     if (m->request->rerotate) KV_NEW(m->out->lse_orig, cells);
     if (m->request->want_long) KV_NEW(m->out->lse_long, cells);
-    if (m->request->want_output) KV_NEW(m->out->o, cells * (size_t)shape->head_dim);
+    if (m->request->want_output && !m->request->o)
+        KV_NEW(m->out->o, cells * (size_t)shape->head_dim);
     KV_NEW(m->gather, m->n_gather);
     for (int32_t i = 0; i < m->n_gather; i++) {
         gather *g = &m->gather[i];

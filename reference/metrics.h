@@ -35,17 +35,25 @@ typedef struct kv_metrics_shape {
 
 kv_status kv_metrics_open(const kv_metrics_shape *shape, const kv_run *run, kv_metrics **out);
 
-/* One document of one layer. dense: power 1 at least, output, events. evict_at, evict_oracle [n_kv_head][stride]: the policy's and
- * the power-1 oracle's decisions; evict_own: recall_own's reference or NULL. kind [n_token] of the document or NULL. masked: o, lse,
- * lse_long (lse_orig with rerotate) under evict_at. */
+/* One document of one layer. dense: power 1 at least, output, events (a resident device needs the columns alone and finds the rest
+ * itself). evict_at, evict_oracle [n_kv_head][stride]: the policy's and the power-1 oracle's decisions; evict_own: recall_own's
+ * reference or NULL. kind [n_token] of the document or NULL. masked: o, lse, lse_long (lse_orig with rerotate) under evict_at, or
+ * NULL: they are computed and forgotten. ops: who computes; NULL: the CPU. */
 typedef struct kv_metrics_item {
     const kv_span *span;
     const kv_dense *dense;
     const kv_masked *masked;
     const int32_t *evict_at, *evict_oracle, *evict_own;
     const uint8_t *kind;
+    bool rerotate; /* as in kv_masked_request, where masked is NULL */
+    const kv_ops *ops;
 } kv_metrics_item;
 kv_status kv_metrics_add(kv_metrics *m, const kv_metrics_item *item);
+
+/* The CPU's kv_ops.measure: adds the sums of one document over its counted queries to `sums` (metrics_sums.h). */
+struct kv_layer_sums;
+kv_status kv_metrics_measure(const kv_run *run, const kv_metrics_item *item,
+                             struct kv_layer_sums *sums);
 
 /* oracle_step (contract.md 2): only retained mass. step_mass [n_kv_head][stride]: mass of each query under the step oracle. */
 kv_status kv_oracle_step_mass(const kv_span *span, const kv_run *run, const kv_dense *dense,

@@ -45,17 +45,16 @@ static void mark_mass(change *at, int32_t from, int32_t to, double m) {
 }
 
 /* Where the sets change; the sums that need no order. kind_common, kind_all [KV_KINDS] of this KV head. */
-static void count_keys(const kv_metrics *metrics, const kv_metrics_item *item, int32_t h,
-                       const double *m, kv_head_sums *sums, scratch *x, int64_t *kind_common,
-                       int64_t *kind_all) {
-    const int32_t n = item->span->n_token, budget = metrics->run.budget;
+static void count_keys(const kv_run *run, const kv_metrics_item *item, int32_t h, const double *m,
+                       kv_head_sums *sums, scratch *x, int64_t *kind_common, int64_t *kind_all) {
+    const int32_t n = item->span->n_token, budget = run->budget;
     const size_t row = (size_t)h * (size_t)item->span->stride;
     for (int32_t t = 0; t < n; t++) {
         const int32_t end = least(item->evict_at[row + (size_t)t], n);
         mark(x->kept, t, end);
         sums->kept += length(most(t, budget), end);
-        const int32_t joins = t + metrics->run.window; /* first query with t in E(u) */
-        if (t < metrics->run.sinks || joins >= n) continue;
+        const int32_t joins = t + run->window; /* first query with t in E(u) */
+        if (t < run->sinks || joins >= n) continue;
         const int32_t oracle = least(item->evict_oracle[row + (size_t)t], n),
                       both = least(end, oracle), from = most(joins, budget);
         mark(x->long_kept, joins, end);
@@ -73,9 +72,8 @@ static void count_keys(const kv_metrics *metrics, const kv_metrics_item *item, i
 }
 
 /* The sums that need the state at each query. Leaves the number of kept keys at u in x->kept[u]. */
-static void count_queries(const kv_metrics *metrics, const kv_metrics_item *item,
-                          kv_head_sums *sums, scratch *x) {
-    const kv_run *run = &metrics->run;
+static void count_queries(const kv_run *run, const kv_metrics_item *item, kv_head_sums *sums,
+                          scratch *x) {
     int32_t kept = 0, long_kept = 0;
     change mass_kept = {0}, mass_oracle = {0};
     for (int32_t u = 0; u < item->span->n_token; u++) {
@@ -111,17 +109,16 @@ static double squared(const float *a, const float *b, int32_t n) {
 }
 
 /* One query head. kept [n_token]: keys visible to u. */
-static void add_query_head(const kv_metrics *metrics, const kv_metrics_item *item, int32_t i,
-                           const int32_t *kept, kv_query_sums *sums) {
+static void add_query_head(const kv_run *run, const kv_metrics_item *item, const kv_masked *masked,
+                           int32_t i, const int32_t *kept, kv_query_sums *sums) {
     const kv_span *span = item->span;
     const kv_dense *dense = item->dense;
-    const kv_masked *masked = item->masked;
     const size_t stride = (size_t)span->stride, row = (size_t)i * stride,
                  d = (size_t)span->head_dim;
     const int32_t *evict_at =
         item->evict_at + (size_t)(i / (span->n_q_head / span->n_kv_head)) * stride;
     const float *lse = masked->lse_orig ? masked->lse_orig : masked->lse;
-    for (int32_t u = metrics->run.budget; u < span->n_token; u++) {
+    for (int32_t u = run->budget; u < span->n_token; u++) {
         const size_t at = row + (size_t)u;
         const double norm = (double)dense->lse[at];
         /* The two fp32 normalisers come from different sums: their quotient may miss 1 by an ulp. */
@@ -136,58 +133,85 @@ static void add_query_head(const kv_metrics *metrics, const kv_metrics_item *ite
     }
 }
 
-static kv_status check_item(const kv_metrics *m, const kv_metrics_item *item) {
+static kv_status check_item(const kv_run *run, const kv_metrics_item *item) {
     const kv_dense *d = item->dense;
     if (!d->lse || !d->o || !d->long_mass || !d->top_p || !d->top_t)
         return KV_FAIL(KV_E_INTERNAL, "metrics need the dense output, long mass and events");
-    if (d->request.sinks != m->run.sinks || d->request.window != m->run.window)
+    if (d->request.sinks != run->sinks || d->request.window != run->window)
         return KV_FAIL(KV_E_INTERNAL, "the dense sweep has sinks %d, window %d; the run %d, %d",
-                       d->request.sinks, d->request.window, m->run.sinks, m->run.window);
-    if (!item->masked->lse || !item->masked->lse_long || !item->masked->o)
+                       d->request.sinks, d->request.window, run->sinks, run->window);
+    if (item->masked && (!item->masked->lse || !item->masked->lse_long || !item->masked->o))
         return KV_FAIL(KV_E_INTERNAL, "metrics need the masked output and long log-sum-exp");
-    return kv_metrics_check(m, item->span);
+    return KV_OK;
 }
 
-kv_status kv_metrics_add(kv_metrics *metrics, const kv_metrics_item *item) {
+/* What the heads see under evict_at, unless the item brings it. */
+static kv_status mask(const kv_run *run, const kv_metrics_item *item, kv_masked *own,
+                      const kv_masked **out) {
+    *out = item->masked ? item->masked : own;
+    if (item->masked) return KV_OK;
+    const kv_masked_request request = {.evict_at = item->evict_at,
+                                       .sinks = run->sinks,
+                                       .window = run->window,
+                                       .rerotate = item->rerotate,
+                                       .want_output = true,
+                                       .want_long = true};
+    return kv_masked_compute(item->span, &request, own);
+}
+
+kv_status kv_metrics_measure(const kv_run *run, const kv_metrics_item *item, kv_layer_sums *sums) {
     kv_status st = KV_OK;
     const kv_span *span = item->span;
     const int32_t n_kv = span->n_kv_head, group = span->n_q_head / n_kv;
     const size_t n = (size_t)span->n_token + 1;
+    const kv_masked *masked;
+    kv_masked own = {0};
     double *m = NULL; /* [n_kv_head][stride] */
     int32_t *counts = NULL;
     change *changes = NULL;
     int64_t *kinds = NULL; /* [n_kv_head][2][KV_KINDS] */
-    KV_TRY(check_item(metrics, item));
+    KV_TRY(check_item(run, item));
+    KV_TRY(mask(run, item, &own, &masked));
     KV_NEW(m, n_kv * span->stride);
     KV_NEW(counts, (size_t)n_kv * 2 * n);
     KV_NEW(changes, (size_t)n_kv * 2 * n);
     KV_NEW(kinds, n_kv * 2 * KV_KINDS);
-    KV_TRY(kv_target_mass(span, item->dense, 1, metrics->run.target_mean, m));
-    kv_layer_sums *layer = &metrics->layer[span->layer_index];
+    KV_TRY(kv_target_mass(span, item->dense, 1, run->target_mean, m));
 #pragma omp parallel for schedule(dynamic, 1)
     for (int32_t h = 0; h < n_kv; h++) {
         int32_t *c = counts + (size_t)h * 2 * n;
         change *d = changes + (size_t)h * 2 * n;
         int64_t *k = kinds + (ptrdiff_t)h * 2 * KV_KINDS;
         scratch x = {.kept = c, .long_kept = c + n, .mass_kept = d, .mass_oracle = d + n};
-        count_keys(metrics, item, h, m, &layer->head[h], &x, k, k + KV_KINDS);
-        count_queries(metrics, item, &layer->head[h], &x);
+        count_keys(run, item, h, m, &sums->head[h], &x, k, k + KV_KINDS);
+        count_queries(run, item, &sums->head[h], &x);
         for (int32_t i = h * group; i < (h + 1) * group; i++)
-            add_query_head(metrics, item, i, x.kept, &layer->query[i]);
+            add_query_head(run, item, masked, i, x.kept, &sums->query[i]);
     }
     for (int32_t h = 0; h < n_kv; h++)
         for (int32_t i = 0; i < KV_KINDS; i++) {
-            layer->kind_common[i] += kinds[h * 2 * KV_KINDS + i];
-            layer->kind_all[i] += kinds[h * 2 * KV_KINDS + KV_KINDS + i];
+            sums->kind_common[i] += kinds[h * 2 * KV_KINDS + i];
+            sums->kind_all[i] += kinds[h * 2 * KV_KINDS + KV_KINDS + i];
         }
-    const int32_t counted = length(metrics->run.budget, span->n_token);
-    layer->counted += counted;
-    layer->decided += counted;
-    layer->has_own |= item->evict_own != NULL;
 out:
+    kv_masked_free(&own);
     free(m);
     free(counts);
     free(changes);
     free(kinds);
+    return st;
+}
+
+kv_status kv_metrics_add(kv_metrics *metrics, const kv_metrics_item *item) {
+    kv_status st = KV_OK;
+    const kv_ops *ops = item->ops ? item->ops : &kv_ops_cpu;
+    KV_TRY(kv_metrics_check(metrics, item->span));
+    kv_layer_sums *layer = &metrics->layer[item->span->layer_index];
+    KV_TRY(ops->measure(&metrics->run, item, layer));
+    const int32_t counted = length(metrics->run.budget, item->span->n_token);
+    layer->counted += counted;
+    layer->decided += counted;
+    layer->has_own |= item->evict_own != NULL;
+out:
     return st;
 }

@@ -8,11 +8,23 @@
 #include "reference/model.h"
 #include "reference/select.h"
 
+struct kv_metrics_item; /* reference/metrics.h */
+struct kv_layer_sums;   /* reference/metrics_sums.h */
+
 typedef struct kv_ops {
     const char *name; /* "cpu" or "gpu" */
+    /* Attention outputs stay on the device: measure does not need dense->o, and host copies of dense results gain nothing. */
+    bool resident;
+    /* Brings q, k, v of a span to the device, where they serve every operation on the span and its copies until release; the host
+     * arrays must not change in between. On the CPU nothing happens. */
+    kv_status (*hold)(kv_span *span);
+    void (*release)(kv_span *span); /* a span that was never held is legal */
     kv_status (*dense)(const kv_span *span, const kv_dense_request *request, kv_dense *out);
     kv_status (*masked)(const kv_span *span, const kv_masked_request *request, kv_masked *out);
     kv_status (*attend)(const kv_span *span, float *o, float *lse);
+    /* Sums behind the metrics of one document (kv_metrics_measure). */
+    kv_status (*measure)(const kv_run *run, const struct kv_metrics_item *item,
+                         struct kv_layer_sums *sums);
     kv_status (*select)(const kv_span *span, const kv_run *run, const float *priority,
                         int32_t *evict_at);
     kv_status (*replay_attention)(const kv_span *span, const kv_attention_rule *rule,

@@ -159,7 +159,7 @@ static void check_masked(const shape *x, uint64_t seed, bool rerotate) {
         naive_masked n;
         fill_lives(s, x, which % LIVES, seed, evict_at);
         s->position = which >= LIVES ? position : NULL;
-        const kv_masked_request r = {evict_at, x->sinks, x->window, rerotate, true, true};
+        const kv_masked_request r = {evict_at, x->sinks, x->window, rerotate, true, true, NULL};
         cr_assert_eq(kv_masked_compute(s, &r, &m), KV_OK, "%s", kv_error_message());
         naive_masked_compute(s, &r, &n);
         for (int32_t i = 0; i < s->n_q_head; i++)
@@ -328,7 +328,7 @@ Test(attention, results_do_not_depend_on_the_number_of_threads) {
                                 .power = {1, 2, INFINITY},
                                 .want_output = true,
                                 .want_events = true};
-    const kv_masked_request mr = {evict_at, 4, 32, false, true, true};
+    const kv_masked_request mr = {evict_at, 4, 32, false, true, true, NULL};
     kv_dense d[3];
     kv_masked m[3];
     for (int i = 0; i < 3; i++) {
@@ -412,7 +412,7 @@ Test(attention, wrong_requests_are_refused_with_a_reason) {
     cr_assert_eq(kv_dense_compute(&c.span, &sparse, &d), KV_OK);
     cr_assert(d.column[0][0] > 1e250);
     kv_dense_free(&d);
-    const kv_masked_request turned = {evict_at, 0, 1, true, true, true};
+    const kv_masked_request turned = {evict_at, 0, 1, true, true, true, NULL};
     cr_assert_eq(kv_masked_compute(&c.span, &turned, &m), KV_E_DATA);
     c.span.n_q_head = 3;
     c.span.n_kv_head = 2;

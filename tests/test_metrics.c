@@ -315,7 +315,11 @@ Test(metrics, running_sums_stay_exact) {
                       .top_t = top_t,
                       .o = zero};
     kv_masked masked = {.o = zero, .lse = zero, .lse_long = lse};
-    const kv_metrics_item item = {&c.span, &dense, &masked, evict_at, oracle, NULL, NULL};
+    const kv_metrics_item item = {.span = &c.span,
+                                  .dense = &dense,
+                                  .masked = &masked,
+                                  .evict_at = evict_at,
+                                  .evict_oracle = oracle};
     kv_metrics *m;
     kv_metrics_result r;
     cr_assert_eq(kv_metrics_open(&shape, &run, &m), KV_OK);

@@ -1,11 +1,11 @@
 /* Opens traces and reads one layer at a time. 16-bit floats are read raw and widened here: HDF5's own conversion is several times
- * slower. */
+ * slower; chunks in the usual form are decoded on all cores (trace_chunks.c). */
 #include <stdio.h>
 #include <string.h>
 
 #include "reference/core/log.h"
 #include "reference/core/mem.h"
-#include "traces/trace_file.h"
+#include "traces/trace_chunks.h"
 
 int64_t kv_found_row(const kv_found *f) {
     int64_t n = 1;
@@ -66,6 +66,10 @@ kv_status kv_found_read_floats(const kv_trace *t, const kv_found *f, int64_t fir
                                float *out) {
     kv_status st = KV_OK;
     void *raw = NULL;
+    bool done = false;
+    if (f->element != KV_EL_F64)
+        KV_TRY(kv_chunks_read(t, f, first, count, dtype_of(f->element), out, &done));
+    if (done) return KV_OK;
     if (f->element == KV_EL_F32 || f->element == KV_EL_F64)
         return read_rows(t, f, H5T_NATIVE_FLOAT, first, count, out);
     size_t n = (size_t)(count * kv_found_row(f));

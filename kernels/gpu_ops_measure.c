@@ -1,0 +1,130 @@
+/* Entry of the device table for metrics: attention under evict_at and the sums behind the metrics, without outputs leaving the device. */
+#include <string.h>
+
+#include "kernels/gpu_ops.h"
+#include "reference/core/mem.h"
+#include "reference/target.h"
+
+enum { EVICT, ORACLE, OWN, MASS, KIND, LSE, LONG, O, BUFFERS };
+
+/* Mean future mass of the oracle's target: packed to double [n_kv_head][n_token] on the device. */
+static kv_status send_mass(kv_gpu *g, const kv_run *run, const kv_metrics_item *item,
+                           kv_gpu_buffer **out) {
+    kv_status st = KV_OK;
+    const kv_span *s = item->span;
+    const size_t n = (size_t)s->n_token;
+    double *m = NULL; /* [n_kv_head][stride] */
+    KV_NEW(m, s->n_kv_head * s->stride);
+    KV_TRY(kv_target_mass(s, item->dense, 1, run->target_mean, m));
+    for (int32_t h = 1; h < s->n_kv_head; h++)
+        memmove(m + (size_t)h * n, m + h * s->stride, n * sizeof *m);
+    KV_TRY(kv_gpu_new(g, (size_t)s->n_kv_head * n * sizeof *m, out));
+    KV_TRY(kv_gpu_put(*out, m, (size_t)s->n_kv_head * n * sizeof *m));
+out:
+    free(m);
+    return st;
+}
+
+static kv_status send_decisions(kv_gpu *g, const kv_run *run, const kv_metrics_item *item,
+                                kv_gpu_buffer **b) {
+    kv_status st = KV_OK;
+    const kv_span *s = item->span;
+    const int32_t *const from[] = {
+        [EVICT] = item->evict_at, [ORACLE] = item->evict_oracle, [OWN] = item->evict_own};
+    for (int i = EVICT; i <= OWN; i++)
+        if (from[i])
+            KV_TRY(kv_gpu_ops_send(g, from[i], (size_t)s->n_kv_head, (size_t)s->n_token,
+                                   (size_t)s->stride, &b[i]));
+    KV_TRY(send_mass(g, run, item, &b[MASS]));
+    if (item->kind) {
+        KV_TRY(kv_gpu_new(g, (size_t)s->n_token, &b[KIND]));
+        KV_TRY(kv_gpu_put(b[KIND], item->kind, (size_t)s->n_token));
+    }
+out:
+    return st;
+}
+
+/* What the CPU computed: decisions that re-rotate keys, or a caller's own arrays. */
+static kv_status send_masked(kv_gpu *g, const kv_span *s, const kv_masked *masked,
+                             kv_gpu_buffer **b) {
+    kv_status st = KV_OK;
+    const size_t rows = (size_t)s->n_q_head, n = (size_t)s->n_token, stride = (size_t)s->stride,
+                 d = (size_t)s->head_dim;
+    const float *lse = masked->lse_orig ? masked->lse_orig : masked->lse;
+    KV_TRY(kv_gpu_ops_send(g, lse, rows, n, stride, &b[LSE]));
+    KV_TRY(kv_gpu_ops_send(g, masked->lse_long, rows, n, stride, &b[LONG]));
+    KV_TRY(kv_gpu_ops_send(g, masked->o, rows, n * d, stride * d, &b[O]));
+out:
+    return st;
+}
+
+static kv_status attend(kv_gpu *g, const kv_run *run, const kv_span *s, const kv_held *held,
+                        kv_gpu_buffer **b) {
+    kv_status st = KV_OK;
+    kv_gpu_plan *plan = NULL;
+    const size_t cells = (size_t)s->n_q_head * (size_t)s->n_token;
+    KV_TRY(kv_gpu_plan_new(g, s->n_kv_head, s->n_token, run->sinks, run->window, b[EVICT], &plan));
+    KV_TRY(kv_gpu_new(g, cells * 4, &b[LSE]));
+    KV_TRY(kv_gpu_new(g, cells * 4, &b[LONG]));
+    KV_TRY(kv_gpu_new(g, cells * (size_t)s->head_dim * 4, &b[O]));
+    KV_TRY(kv_gpu_attend(held->span, plan, true, b[O], b[LSE], b[LONG]));
+out:
+    kv_gpu_plan_free(plan);
+    return st;
+}
+
+static kv_status measure_locked(kv_gpu *g, const kv_run *run, const kv_metrics_item *item,
+                                const kv_masked *masked, kv_layer_sums *sums) {
+    kv_status st = KV_OK;
+    const kv_span *s = item->span;
+    kv_gpu_buffer *b[BUFFERS] = {0};
+    kv_held *held = NULL;
+    KV_TRY(kv_gpu_ops_borrow(g, s, true, &held));
+    KV_TRY(kv_gpu_ops_dense_rows(g, held, run->sinks, run->window));
+    KV_TRY(kv_gpu_ops_dense_output(g, held));
+    KV_TRY(send_decisions(g, run, item, b));
+    KV_TRY(masked ? send_masked(g, s, masked, b) : attend(g, run, s, held, b));
+    const kv_gpu_measure_input in = {
+        .n_q_head = s->n_q_head,
+        .n_kv_head = s->n_kv_head,
+        .n_token = s->n_token,
+        .head_dim = s->head_dim,
+        .dense_lse = held->lse,
+        .long_mass = held->long_mass,
+        .top_p = held->top_p,
+        .top_t = held->top_t,
+        .dense_o = held->o,
+        .lse = b[LSE],
+        .lse_long = b[LONG],
+        .o = b[O],
+        .evict_at = b[EVICT],
+        .evict_oracle = b[ORACLE],
+        .evict_own = b[OWN],
+        .mass = b[MASS],
+        .kind = b[KIND],
+    };
+    KV_TRY(kv_gpu_measure(g, run, &in, sums));
+out:
+    return kv_gpu_ops_return(kv_gpu_ops_free(st, b, BUFFERS), s, held);
+}
+
+kv_status kv_gpu_ops_measure(const kv_run *run, const kv_metrics_item *item, kv_layer_sums *sums) {
+    kv_status st = KV_OK;
+    kv_masked rotated = {0};
+    const kv_masked *masked = item->masked;
+    if (!masked && item->rerotate) {
+        const kv_masked_request request = {.evict_at = item->evict_at,
+                                           .sinks = run->sinks,
+                                           .window = run->window,
+                                           .rerotate = true,
+                                           .want_output = true,
+                                           .want_long = true};
+        KV_TRY(kv_ops_cpu.masked(item->span, &request, &rotated));
+        masked = &rotated;
+    }
+    st = measure_locked(kv_gpu_ops_enter(), run, item, masked, sums);
+    kv_gpu_ops_leave();
+out:
+    kv_masked_free(&rotated);
+    return st;
+}
