@@ -320,8 +320,7 @@ static kv_status run_batch(work *w, int32_t first) {
     kv_trace_layer layer[KV_AHEAD_LAYERS] = {0};
     const int32_t left = w->trace->n_layer - first, most = w->ahead ? KV_AHEAD_LAYERS : 1,
                   n = left < most ? left : most;
-    for (int32_t i = 0; i < n; i++)
-        KV_TRY(read_layer(w, first + i, &layer[i]));
+    for (int32_t i = 0; i < n; i++) KV_TRY(read_layer(w, first + i, &layer[i]));
     if (w->ahead) KV_TRY(kv_ahead_run(w->ahead, layer, first, n, w->seconds));
     for (int32_t i = 0; i < n; i++) {
         KV_TRY(run_layer(w, &layer[i], first + i));

@@ -12,15 +12,21 @@
 
 enum { BINS = KV_TIMELINE_BINS };
 
+/* Pairs of a query bin and a token bin: at the ends of intervals, and the change in how many intervals span the query bin wholly. */
+typedef struct cell {
+    int64_t at_ends, whole;
+} cell;
+
 struct kv_timeline {
     FILE *file;
     char path[PATH_MAX];
     const kv_plan *plan;
     int32_t n_kv_head;
     int64_t n_token;
-    double *
+    int64_t start[BINS + 1]; /* first absolute position of each bin */
+    cell *
         kept; /* [n_row][n_kv_head][BINS query][BINS token] visible (query, token) pairs of this layer */
-    double *
+    cell *
         pair; /* [BINS query][BINS token] causal pairs of one document each, the same for every row */
     size_t n_kept;
     size_t counted_row; /* pairs are counted with the first row that is added */
@@ -38,6 +44,7 @@ kv_status kv_timeline_open(const char *folder, const kv_plan *plan, const kv_tra
     t->n_kept = plan->n_row * (size_t)trace->n_kv_head * BINS * BINS;
     KV_NEW(t->kept, t->n_kept);
     KV_NEW(t->pair, BINS * BINS);
+    for (int64_t bin = 0; bin <= BINS; bin++) t->start[bin] = (bin * t->n_token + BINS - 1) / BINS;
     snprintf(t->path, sizeof t->path, "%s/timeline.csv", folder);
     t->file = fopen(t->path, "w");
     if (!t->file) KV_RAISE(KV_E_CANTCREATE, "cannot create %s: %s", t->path, strerror(errno));
@@ -53,23 +60,33 @@ out:
     return st;
 }
 
-/* First absolute position of a bin. */
-static int64_t bin_start(const kv_timeline *t, int64_t bin) {
-    return (bin * t->n_token + BINS - 1) / BINS;
-}
-
 static int64_t bin_of(const kv_timeline *t, int64_t position) {
     return position * BINS / t->n_token;
 }
 
-/* Queries [from, to) see a token of bin `token_bin`: spread over the query bins of out [BINS query][BINS token]. */
+/* Queries [from, to) see a token of bin `token_bin`: into the query bins of out [BINS query][BINS token]. */
 static void add_interval(const kv_timeline *t, int64_t from, int64_t to, int64_t token_bin,
-                         double *out) {
-    while (from < to) {
-        int64_t bin = bin_of(t, from), end = bin_start(t, bin + 1);
-        if (end > to) end = to;
-        out[bin * BINS + token_bin] += (double)(end - from);
-        from = end;
+                         cell *out) {
+    if (from >= to) return;
+    const int64_t first = bin_of(t, from), last = bin_of(t, to - 1);
+    cell *column = out + token_bin;
+    if (first == last) {
+        column[first * BINS].at_ends += to - from;
+        return;
+    }
+    column[first * BINS].at_ends += t->start[first + 1] - from;
+    column[last * BINS].at_ends += to - t->start[last];
+    column[(first + 1) * BINS].whole++;
+    column[last * BINS].whole--;
+}
+
+/* Pairs of token bin x in query bins 0..BINS-1. */
+static void pairs_of(const kv_timeline *t, const cell *map, int32_t x, int64_t *out) {
+    int64_t whole = 0;
+    for (int32_t u = 0; u < BINS; u++) {
+        const cell *c = &map[u * BINS + x];
+        whole += c->whole;
+        out[u] = c->at_ends + whole * (t->start[u + 1] - t->start[u]);
     }
 }
 
@@ -83,27 +100,31 @@ void kv_timeline_add(kv_timeline *t, size_t row, const kv_span *span, const int3
         for (int32_t h = 0; h < t->n_kv_head; h++) {
             int32_t leaves = evict_at[h * span->stride + i];
             int64_t to = leaves >= span->n_token ? last : span->first + leaves;
-            size_t cell = (row * (size_t)t->n_kv_head + (size_t)h) * BINS * BINS;
-            add_interval(t, at, to, bin, t->kept + cell);
+            const size_t map = (row * (size_t)t->n_kv_head + (size_t)h) * BINS * BINS;
+            add_interval(t, at, to, bin, t->kept + map);
         }
     }
 }
 
 static void write_map(kv_timeline *t, const kv_row *row, int32_t layer_id, int32_t h,
-                      const double *kept) {
+                      const cell *map) {
+    int64_t kept[BINS][BINS], pairs[BINS][BINS]; /* [token bin][query bin] */
+    for (int32_t x = 0; x < BINS; x++) {
+        pairs_of(t, map, x, kept[x]);
+        pairs_of(t, t->pair, x, pairs[x]);
+    }
     for (int32_t u = 0; u < BINS; u++)
         for (int32_t x = 0; x <= u; x++) {
-            double pairs = t->pair[u * BINS + x];
-            if (!(pairs > 0)) continue;
+            if (pairs[x][u] <= 0) continue;
             fprintf(t->file, "%s,", row->policy->name);
             kv_csv_put(t->file, row->variant);
             fprintf(t->file, ",%d,%d,%d,%d,%d,%.6g\n", row->run.budget, layer_id, h, u, x,
-                    kept[u * BINS + x] / pairs);
+                    (double)kept[x][u] / (double)pairs[x][u]);
         }
 }
 
 kv_status kv_timeline_write_layer(kv_timeline *t, int32_t layer_id) {
-    const double *kept = t->kept;
+    const cell *kept = t->kept;
     for (size_t i = 0; i < t->plan->n_row; i++)
         for (int32_t h = 0; h < t->n_kv_head; h++, kept += BINS * BINS)
             if (!t->plan->row[i].policy->no_evict_at)

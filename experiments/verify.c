@@ -144,6 +144,7 @@ static kv_status judge(kv_verify *v, const operation *op, const char *path, int 
             (long long)v->cases, (long long)v->cells, v->worst, (long long)v->near,
             (long long)v->unsupported, verdict);
     if (v->worst > 0.5) fprintf(out, "%20s worst: %s\n", "", v->worst_at);
+    fflush(out);
     return KV_OK;
 }
 

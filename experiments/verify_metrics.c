@@ -24,8 +24,8 @@ typedef struct shape {
 
 static const shape shapes[] = {
     {"one token", 1, {1}, 2, 1, 64, 4, 256, 300, false, false, false},
-    {"one token, counted", 1, {1}, 1, 1, 64, 0, 0, 0, false, false, false},
-    {"budget 0", 1, {130}, 2, 2, 64, 0, 0, 0, false, false, false},
+    {"one token, counted", 1, {1}, 1, 1, 64, 0, 1, 0, false, false, false},
+    {"budget 0", 1, {130}, 2, 2, 64, 0, 1, 0, false, false, false},
     {"budget 1", 1, {130}, 2, 1, 64, 0, 1, 1, false, false, true},
     {"budget n", 1, {200}, 4, 2, 64, 2, 8, 200, false, false, false},
     {"budget n - 1", 1, {200}, 4, 2, 128, 2, 8, 199, false, false, false},
@@ -167,6 +167,8 @@ static void compare_counts(kv_verify *v, const char *what, int64_t got, int64_t 
 
 static void compare(kv_verify *v, const char *what, double got, double want, double relative,
                     double absolute) {
+    if (isnan(got) && isnan(want))
+        return; /* budget 0: the first query has nothing to choose from */
     kv_verify_f64(v, what, (kv_verify_shape){1, 1, 1}, &got, &want, relative, absolute);
 }
 

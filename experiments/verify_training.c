@@ -201,6 +201,7 @@ kv_status kv_verify_boundary(kv_verify *v) {
     problem p = {.n_pair = 0};
     for (int i = 0; i < SHAPES; i++) {
         const shape *s = &shapes[i];
+        if (kv_verify_skips(v, s->n)) continue;
         kv_verify_case(v,
                        "n %d in %d documents, %d lanes, B %d, margin %g, temp %g%s, sample %d, %s",
                        s->n, s->docs, s->lanes, s->run.budget, s->loss.margin, s->loss.temp,

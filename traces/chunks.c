@@ -16,8 +16,7 @@ static void shuffle(const uint8_t *from, size_t n, size_t element_size, uint8_t 
         for (size_t i = 0; i < n; i++) to[b * n + i] = from[i * element_size + b];
 }
 
-/* Fletcher's checksum over big-endian 16-bit words, as H5_checksum_fletcher32 forms it. */
-static uint32_t fletcher32(const uint8_t *data, size_t n) {
+uint32_t kv_h5_fletcher32(const uint8_t *data, size_t n) {
     enum { BLOCK = 360 }; /* words whose sums stay within 32 bits */
     uint32_t sum1 = 0, sum2 = 0;
     for (size_t left = n / 2; left > 0;) {
@@ -55,7 +54,7 @@ static size_t pack(const kv_chunk_rows *c, const uint8_t *data, size_t chunk, ui
     shuffle(from, size / c->element_size, c->element_size, shuffled);
     uLongf n = room - CHECKSUM;
     if (compress2(out, &n, shuffled, size, LEVEL) != Z_OK) return 0;
-    const uint32_t sum = fletcher32(out, n);
+    const uint32_t sum = kv_h5_fletcher32(out, n);
     for (int i = 0; i < CHECKSUM; i++) out[n + (size_t)i] = (uint8_t)(sum >> (8 * i));
     return n + CHECKSUM;
 }

@@ -18,4 +18,7 @@ typedef struct kv_chunk_rows {
 /* Writes all rows: data [n_row] of row_size bytes, little endian as stored. KV_E_IO with HDF5's reason. */
 kv_status kv_h5_write_chunks(const kv_chunk_rows *c, const void *data);
 
+/* Fletcher's checksum over big-endian 16-bit words, as H5_checksum_fletcher32 forms it; stored little endian behind the data. */
+uint32_t kv_h5_fletcher32(const uint8_t *data, size_t n);
+
 #endif

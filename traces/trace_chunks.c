@@ -1,14 +1,13 @@
-/* Reading chunks as they lie in the file and undoing their filters in parallel. Format: HDF5 filters 2 (shuffle), 1 (deflate) and 3
- * (Fletcher32, four bytes behind the data) as H5Zshuffle.c, H5Zdeflate.c and H5_checksum_fletcher32 define them. */
+/* Reading chunks as they lie in the file and undoing their filters in parallel: the inverse of chunks.c for any shape of chunk. */
 #include "traces/trace_chunks.h"
 
 #include <string.h>
 #include <zlib.h>
 
 #include "reference/core/mem.h"
+#include "traces/chunks.h"
 
 enum { DIMS = KV_FOUND_DIMS, CHECKSUM = 4 };
-enum { BLOCK = 360 }; /* 16-bit words whose sums fit 32 bits */
 
 typedef struct job {
     const kv_found *f;
@@ -96,28 +95,6 @@ static bool load(job *j, hid_t set) {
     return true;
 }
 
-static uint32_t checksum(const uint8_t *x, size_t n) {
-    uint32_t a = 0, b = 0;
-    for (size_t words = n / 2; words > 0;) {
-        size_t block = words < BLOCK ? words : BLOCK;
-        for (words -= block; block > 0; block--, x += 2) {
-            a += (uint32_t)x[0] << 8 | x[1];
-            b += a;
-        }
-        a = (a & 0xffff) + (a >> 16);
-        b = (b & 0xffff) + (b >> 16);
-    }
-    if (n % 2) {
-        a += (uint32_t)*x << 8;
-        b += a;
-        a = (a & 0xffff) + (a >> 16);
-        b = (b & 0xffff) + (b >> 16);
-    }
-    a = (a & 0xffff) + (a >> 16);
-    b = (b & 0xffff) + (b >> 16);
-    return b << 16 | a;
-}
-
 static void unshuffle(const uint8_t *x, size_t size, size_t n, uint8_t *y) {
     if (size == 2) {
         for (size_t i = 0; i < n; i++) {
@@ -140,7 +117,7 @@ static const uint8_t *decode(const job *j, int64_t c, uint8_t *one, uint8_t *two
         const uint8_t *s = x + n;
         const uint32_t stored =
             s[0] | (uint32_t)s[1] << 8 | (uint32_t)s[2] << 16 | (uint32_t)s[3] << 24;
-        if (checksum(x, n) != stored) return NULL;
+        if (kv_h5_fletcher32(x, n) != stored) return NULL;
     }
     if (j->deflated) {
         uLongf length = j->bytes;
