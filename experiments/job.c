@@ -22,7 +22,6 @@
 
 static const char *const job_name[] = {"experiment", "evaluate"};
 static const char cache_folder[] = "results/cache";
-enum { READ_AHEAD = 2 };                             /* layers */
 static const int64_t cache_limit = (int64_t)4 << 30; /* bytes */
 
 typedef struct run {
@@ -79,6 +78,16 @@ static kv_status open_model(run *r) {
     return KV_OK;
 }
 
+/* As many layers ahead of a GPU as fit a gigabyte. */
+static kv_status read_ahead(run *r) {
+    const kv_trace_info *t = r->info;
+    const int64_t layer = t->n_token * t->head_dim * (t->n_q_head + 2 * t->n_kv_head) * 4,
+                  fit = ((int64_t)1 << 30) / layer;
+    const int32_t ahead = fit < t->n_layer ? (int32_t)fit : t->n_layer;
+    return kv_layer_reader_open(r->trace, kv_plan_reads_hidden(&r->plan, t), ahead < 1 ? 1 : ahead,
+                                &r->reader);
+}
+
 /* Everything that can be wrong with the arguments is found here, before the first number. */
 static kv_status prepare(run *r) {
     kv_status st = KV_OK;
@@ -94,9 +103,7 @@ static kv_status prepare(run *r) {
     r->info = kv_trace_get(r->trace);
     KV_TRY(kv_plan_make(c, r->info->longest, &r->plan));
     KV_TRY(kv_plan_open_weights(&r->plan, c, r->info));
-    if (on_gpu && r->job == KV_JOB_EXPERIMENT)
-        KV_TRY(kv_layer_reader_open(r->trace, kv_plan_reads_hidden(&r->plan, r->info), READ_AHEAD,
-                                    &r->reader));
+    if (on_gpu && r->job == KV_JOB_EXPERIMENT) KV_TRY(read_ahead(r));
     KV_TRY(open_model(r));
     KV_TRY(kv_cli_device(kv_config_text(c, "device"), &r->ops));
     r->identity = kv_identity_make(job_name[r->job], c, r->info, &r->plan, r->ops,
