@@ -268,7 +268,7 @@ kv_status kv_bench_gpu(FILE *out, int32_t n_token, int32_t repeats) {
         KV_TRY(compare_paths(&b));
     }
     KV_TRY(kv_bench_gpu_policy(out, b.gpu, n_token, repeats, copy));
-    KV_TRY(kv_bench_gpu_train(out, b.gpu, n_token, repeats, copy));
+    KV_TRY(kv_bench_gpu_train(out, b.gpu, n_token, repeats, copy, b.ceiling));
 out:
     bench_close(&b);
     return st;

@@ -201,6 +201,7 @@ static kv_status train(const kv_learner *learner, kv_train_job *job) {
     kv_train_job_plan(job);
     KV_TRY(kv_train_set_load(&job->set, &need));
     KV_TRY(kv_train_dms_open(&job->set, &o, &loss));
+    if (need.ops != &kv_ops_cpu) KV_TRY(kv_train_dms_use_gpu(loss));
     int32_t n_lane = job->set.n_layer * job->set.n_kv_head;
     int64_t n_param = kv_dms_param(&o.spec);
     KV_TRY(kv_train_state_open(n_lane, n_param, false, job->plan.held_out >= 0, &state));

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "experiments/train_dms_gpu.h"
 #include "reference/core/cpu.h"
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
@@ -26,14 +27,12 @@ struct kv_train_dms {
     int64_t n_param;
     int32_t n_thread;
     workspace *thread;
+    kv_train_dms_gpu *gpu; /* NULL: CPU */
 };
 
-typedef struct place { /* a window of a trace */
+typedef struct place { /* the window of a step */
     const kv_train_trace *t;
-    int32_t trace;
-    int64_t first;
-    int32_t n;
-    uint32_t step; /* address of its random draws */
+    kv_train_dms_window w;
 } place;
 
 static kv_status reserve(const kv_train_dms *o, workspace *w) {
@@ -77,6 +76,7 @@ out:
 
 void kv_train_dms_close(kv_train_dms *o) {
     if (!o) return;
+    kv_train_dms_gpu_close(o->gpu);
     for (int32_t i = 0; o->thread && i < o->n_thread; i++) {
         workspace *w = &o->thread[i];
         void *owned[] = {w->x, w->kv,    w->q, w->hidden,  w->logit, w->keep, w->d_keep,
@@ -88,19 +88,21 @@ void kv_train_dms_close(kv_train_dms *o) {
     free(o);
 }
 
-/* A window of the trace, anywhere within one document; documents count by their length. */
-static place choose(const kv_train_dms *o, int32_t trace, int64_t step) {
-    const kv_train_trace *t = &o->set->trace[trace];
-    uint32_t address = (uint32_t)step;
-    double u = kv_rand_uniform(o->options.seed, address, (uint32_t)trace, 0, 3);
-    double v = kv_rand_uniform(o->options.seed, address, (uint32_t)trace, 1, 3);
+kv_train_dms_window kv_train_dms_choose(const kv_train_dms_options *o, const kv_train_trace *t,
+                                        int32_t trace, int64_t step) {
+    kv_train_dms_window w = {.n = o->tokens, .every = 1, .step = (uint32_t)step};
+    double u = kv_rand_uniform(o->seed, w.step, (uint32_t)trace, 0, 3);
+    double v = kv_rand_uniform(o->seed, w.step, (uint32_t)trace, 1, 3);
     int64_t at = (int64_t)(u * (double)t->n_token);
     int32_t doc = 0;
     while (t->doc_first[doc + 1] <= at) doc++;
-    int64_t length = t->doc_first[doc + 1] - t->doc_first[doc], n = o->options.tokens;
-    if (n > length) n = length;
-    int64_t start = (int64_t)(v * (double)(length - n + 1));
-    return (place){t, trace, t->doc_first[doc] + start, (int32_t)n, address};
+    int64_t length = t->doc_first[doc + 1] - t->doc_first[doc];
+    if (w.n > length) w.n = (int32_t)length;
+    w.first = t->doc_first[doc] + (int64_t)(v * (double)(length - w.n + 1));
+    if (o->every >= (w.n + BLOCK - 1) / BLOCK) return w;
+    w.every = o->every;
+    w.from = (int32_t)(o->every * kv_rand_uniform(o->seed, w.step, (uint32_t)trace, 2, 3));
+    return w;
 }
 
 /* Elements of a stored array, widened. */
@@ -125,18 +127,18 @@ static void load_inputs(const kv_train_dms *o, const kv_train_trace *t, int32_t 
 static kv_status decide(const kv_train_dms *o, const float *param, const place *p, int32_t lane,
                         workspace *w, int32_t *marked) {
     const kv_train_dms_options *opt = &o->options;
-    load_inputs(o, p->t, lane, p->first, p->n, w);
+    load_inputs(o, p->t, lane, p->w.first, p->w.n, w);
     kv_status st =
-        kv_dms_logits_f32(&opt->spec, param + lane * o->n_param, p->n, w->x, &w->tape, w->logit);
+        kv_dms_logits_f32(&opt->spec, param + lane * o->n_param, p->w.n, w->x, &w->tape, w->logit);
     *marked = 0;
-    for (int32_t t = 0; st == KV_OK && t < p->n; t++) {
+    for (int32_t t = 0; st == KV_OK && t < p->w.n; t++) {
         double keep = 0;
         int32_t at = t + opt->shift; /* the gate that decides about t */
         w->alpha[t] = 0;
-        if (at < p->n)
+        if (at < p->w.n)
             w->alpha[t] = kv_dms_alpha(
                 (double)w->logit[at],
-                kv_dms_noise(opt->seed, p->step, (uint32_t)lane, (uint32_t)at), opt->temp, &keep);
+                kv_dms_noise(opt->seed, p->w.step, (uint32_t)lane, (uint32_t)at), opt->temp, &keep);
         w->keep[t] = (float)keep;
         *marked += w->alpha[t] > 0.5;
     }
@@ -148,17 +150,13 @@ static double match(const kv_train_dms *o, const place *p, int32_t lane, workspa
     const kv_train_set *set = o->set;
     int32_t d = set->head_dim, group = set->n_q_head / set->n_kv_head;
     int32_t layer = lane / set->n_kv_head, head = lane % set->n_kv_head;
-    int32_t every = o->options.every, blocks = (p->n + BLOCK - 1) / BLOCK;
-    int32_t from =
-        every < blocks
-            ? (int32_t)(every * kv_rand_uniform(o->options.seed, p->step, (uint32_t)p->trace, 2, 3))
-            : 0;
+    int32_t blocks = (p->w.n + BLOCK - 1) / BLOCK;
     double loss = 0;
-    memset(w->d_keep, 0, (size_t)p->n * sizeof *w->d_keep);
+    memset(w->d_keep, 0, (size_t)p->w.n * sizeof *w->d_keep);
     for (int32_t g = 0; g < group; g++) {
         double off = 0, size = 0;
         int64_t row = (int64_t)layer * set->n_q_head + head * group + g;
-        kv_dms_head_f32 h = {.n = p->n,
+        kv_dms_head_f32 h = {.n = p->w.n,
                              .dim = d,
                              .window = o->options.window,
                              .q = w->q,
@@ -169,10 +167,10 @@ static double match(const kv_train_dms *o, const place *p, int32_t lane, workspa
                              .scale = (double)set->scale,
                              .softcap = (double)set->softcap,
                              .log_keep = w->keep};
-        widen(p->t, p->t->q, (row * p->t->n_token + p->first) * d, (int64_t)p->n * d, w->q);
-        memset(w->e, 0, (size_t)p->n * sizeof *w->e);
-        for (int32_t b = from; b < blocks; b += every < blocks ? every : 1) {
-            int32_t first = b * BLOCK, rows = p->n - first < BLOCK ? p->n - first : BLOCK;
+        widen(p->t, p->t->q, (row * p->t->n_token + p->w.first) * d, (int64_t)p->w.n * d, w->q);
+        memset(w->e, 0, (size_t)p->w.n * sizeof *w->e);
+        for (int32_t b = p->w.from; b < blocks; b += p->w.every) {
+            int32_t first = b * BLOCK, rows = p->w.n - first < BLOCK ? p->w.n - first : BLOCK;
             kv_dms_rows_f32(&h, first, rows, w->o, w->dense, w->p, w->scratch);
             for (int32_t i = 0; i < rows * d; i++) { /* dense becomes d_o, up to the size */
                 float apart = w->o[i] - w->dense[i];
@@ -184,7 +182,7 @@ static double match(const kv_train_dms *o, const place *p, int32_t lane, workspa
         }
         if (size == 0) continue;
         loss += off / size / group;
-        for (int32_t t = 0; t < p->n; t++) w->d_keep[t] += w->e[t] / (float)(size * group);
+        for (int32_t t = 0; t < p->w.n; t++) w->d_keep[t] += w->e[t] / (float)(size * group);
     }
     return loss;
 }
@@ -193,15 +191,15 @@ static double match(const kv_train_dms *o, const place *p, int32_t lane, workspa
 static kv_status backward(const kv_train_dms *o, kv_train_state *s, const place *p, int32_t lane,
                           bool pushed, workspace *w) {
     const kv_train_dms_options *opt = &o->options;
-    double push = pushed ? opt->pressure / ((double)s->n_lane * p->n) : 0;
-    memset(w->e, 0, (size_t)p->n * sizeof *w->e);
-    for (int32_t t = 0; t + opt->shift < p->n; t++) {
+    double push = pushed ? opt->pressure / ((double)s->n_lane * p->w.n) : 0;
+    memset(w->e, 0, (size_t)p->w.n * sizeof *w->e);
+    for (int32_t t = 0; t + opt->shift < p->w.n; t++) {
         double a = w->alpha[t] / opt->temp;
         w->e[t + opt->shift] =
             (float)(-a * (double)w->d_keep[t] / s->n_lane - push * a * (1 - w->alpha[t]));
     }
-    return kv_dms_logits_backward_f32(&opt->spec, s->param + lane * s->n_param, p->n, w->x, w->tape,
-                                      w->e, s->grad + lane * s->n_param);
+    return kv_dms_logits_backward_f32(&opt->spec, s->param + lane * s->n_param, p->w.n, w->x,
+                                      w->tape, w->e, s->grad + lane * s->n_param);
 }
 
 static kv_status evaluate(void *context, kv_train_state *s, int32_t trace, int64_t step, bool train,
@@ -210,8 +208,8 @@ static kv_status evaluate(void *context, kv_train_state *s, int32_t trace, int64
     kv_status st = KV_OK, *failed = NULL;
     double *loss = NULL, marked = 0;
     int32_t *count = NULL;
-    /* checks look at the same window under the final ratio, so that they compare */
-    place p = choose(o, trace, train ? step : -1);
+    const kv_train_trace *t = &o->set->trace[trace];
+    place p = {t, kv_train_dms_choose(&o->options, t, trace, train ? step : -1)};
     double wanted =
         kv_dms_target(o->options.ratio, train ? step : o->options.ramp, o->options.ramp);
     KV_NEW(failed, s->n_lane);
@@ -223,7 +221,7 @@ static kv_status evaluate(void *context, kv_train_state *s, int32_t trace, int64
             decide(o, s->param, &p, lane, &o->thread[omp_get_thread_num()], &count[lane]);
     for (int32_t lane = 0; lane < s->n_lane; lane++) {
         KV_TRY(failed[lane]);
-        marked += (double)count[lane] / ((double)s->n_lane * p.n);
+        marked += (double)count[lane] / ((double)s->n_lane * p.w.n);
     }
     bool pushed = marked < wanted;
 #pragma omp parallel for schedule(dynamic) num_threads(o->n_thread)
@@ -247,7 +245,12 @@ out:
     return st;
 }
 
+kv_status kv_train_dms_use_gpu(kv_train_dms *o) {
+    return kv_train_dms_gpu_open(o->set, &o->options, &o->gpu);
+}
+
 kv_train_objective kv_train_dms_objective(kv_train_dms *o) {
+    if (o->gpu) return kv_train_dms_gpu_objective(o->gpu);
     return (kv_train_objective){.context = o, .evaluate = evaluate};
 }
 

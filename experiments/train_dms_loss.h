@@ -20,11 +20,23 @@ typedef struct kv_train_dms_options {
     uint64_t seed;
 } kv_train_dms_options;
 
+/* The tokens and queries of a step: a window anywhere within one document; documents count by their length. step -1: of the checks,
+ * which all look at the same window, so that they compare. */
+typedef struct kv_train_dms_window {
+    int64_t first;
+    int32_t n, from, every; /* blocks of 64 queries from, from + every, … are matched */
+    uint32_t step;          /* address of the random draws */
+} kv_train_dms_window;
+kv_train_dms_window kv_train_dms_choose(const kv_train_dms_options *o, const kv_train_trace *t,
+                                        int32_t trace, int64_t step);
+
 typedef struct kv_train_dms kv_train_dms;
 
 kv_status kv_train_dms_open(const kv_train_set *set, const kv_train_dms_options *options,
                             kv_train_dms **out);
 void kv_train_dms_close(kv_train_dms *o);
+/* Computes on the GPU from here on; before the objective is taken. KV_E_UNAVAILABLE without one. */
+kv_status kv_train_dms_use_gpu(kv_train_dms *o);
 kv_train_objective kv_train_dms_objective(kv_train_dms *o);
 
 /* Gate logits of a whole trace: out [n_layer * n_kv_head][n_token], parameters [lane][kv_dms_param]. */

@@ -22,6 +22,8 @@ static const operation operations[] = {
     {"scorer gradients", kv_verify_gradients},
     {"boundary loss", kv_verify_boundary},
     {"adamw", kv_verify_adamw},
+    {"soft mask", kv_verify_soft_mask},
+    {"dms gates", kv_verify_gates},
     {"linear", kv_verify_linear},
     {"forward", kv_verify_forward},
 };

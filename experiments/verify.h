@@ -58,6 +58,8 @@ kv_status kv_verify_mlstm(kv_verify *v);
 kv_status kv_verify_gradients(kv_verify *v);
 kv_status kv_verify_boundary(kv_verify *v);
 kv_status kv_verify_adamw(kv_verify *v);
+kv_status kv_verify_soft_mask(kv_verify *v);
+kv_status kv_verify_gates(kv_verify *v);
 kv_status kv_verify_linear(kv_verify *v);
 kv_status kv_verify_forward(kv_verify *v);
 

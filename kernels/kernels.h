@@ -10,6 +10,7 @@
 #define KV_KERNELS_H
 
 #include "reference/adamw.h"
+#include "reference/dms.h"
 #include "reference/loss_boundary.h"
 #include "reference/metrics_sums.h"
 #include "reference/ops.h"
@@ -179,6 +180,54 @@ kv_status kv_gpu_boundary_loss(kv_gpu_boundary *b, const kv_gpu_buffer *rhat, kv
 kv_status kv_gpu_adamw(kv_gpu *g, const kv_adamw *o, int64_t step, double clip, int64_t n,
                        const kv_gpu_buffer *grad, kv_gpu_buffer *param, kv_gpu_buffer *moment1,
                        kv_gpu_buffer *moment2, kv_gpu_buffer *sum);
+
+/* Training of dms (reference/dms.h). A training window: tokens [first, first + n) of every head of a span that may hold the heads of
+ * several layers; of its blocks of 64 queries those numbered from, from + every, … count. Rows of other queries are neither read
+ * nor written. */
+typedef struct kv_gpu_window {
+    int32_t first, n, window, from, every; /* window: as in kv_dms_head */
+} kv_gpu_window;
+/* Attention of the window under the soft mask and without it (kv_dms_rows): log_keep [n_kv_head][n] -> o, dense [n_q_head][n][head_dim],
+ * lse [n_q_head][n] under the mask. All fp32. */
+kv_status kv_gpu_soft_attend(const kv_gpu_span *s, const kv_gpu_window *w,
+                             const kv_gpu_buffer *log_keep, kv_gpu_buffer *o, kv_gpu_buffer *dense,
+                             kv_gpu_buffer *lse);
+/* d_keep [n_q_head][n] is set to dL/dlog_keep by way of each query head, for d_o [n_q_head][n][head_dim] (kv_dms_rows_backward). */
+kv_status kv_gpu_soft_backward(const kv_gpu_span *s, const kv_gpu_window *w,
+                               const kv_gpu_buffer *log_keep, const kv_gpu_buffer *o,
+                               const kv_gpu_buffer *lse, const kv_gpu_buffer *d_o,
+                               kv_gpu_buffer *d_keep);
+/* Squared error of every query head: off double [n_q_head][2] gets |o - dense|^2 and |dense|^2; dense becomes 2 (o - dense). */
+kv_status kv_gpu_soft_match(const kv_gpu_span *s, const kv_gpu_window *w, const kv_gpu_buffer *o,
+                            kv_gpu_buffer *dense, kv_gpu_buffer *off);
+
+/* Gates of many KV heads ("lanes"), parameters [n_lane][kv_dms_param]; neighbouring `group` lanes share hidden states. fp32.
+ * KV_E_UNAVAILABLE without libcublas. */
+typedef struct kv_gpu_gates kv_gpu_gates;
+kv_status kv_gpu_gates_new(kv_gpu *g, const kv_dms_spec *spec, int32_t n_lane, int32_t group,
+                           kv_gpu_gates **out);
+void kv_gpu_gates_free(kv_gpu_gates *gates); /* NULL is legal */
+/* The n tokens from `first` on of x (kv_dms_input) [n_lane][n_token][n_input], of hidden states [n_lane/group][n_token][n_input]. */
+kv_status kv_gpu_gates_input(kv_gpu_gates *gates, const kv_gpu_buffer *x, int32_t n_token,
+                             int32_t first, int32_t n);
+/* logit [n_lane][n] (kv_dms_logits). */
+kv_status kv_gpu_gates_logits(kv_gpu_gates *gates, const kv_gpu_buffer *param,
+                              kv_gpu_buffer *logit);
+/* Relaxed decisions (kv_dms_noise, kv_dms_alpha): log_keep [n_lane][n]; marked int32 [n_lane], tokens with alpha above 1/2. */
+typedef struct kv_gpu_draw {
+    uint64_t seed;
+    uint32_t step;
+    int32_t shift; /* the gate of token t + shift decides about token t; those without one stay */
+    double temp;
+} kv_gpu_draw;
+kv_status kv_gpu_gates_decide(kv_gpu_gates *gates, const kv_gpu_draw *draw,
+                              const kv_gpu_buffer *logit, kv_gpu_buffer *log_keep,
+                              kv_gpu_buffer *marked);
+/* grad [n_lane][kv_dms_param] of the lanes' mean loss for the last logits and decisions: d_keep and off of kv_gpu_soft_backward and _match with
+ * `queries` query heads a lane, each counting by its error relative to |dense|^2; push: minus dL/dalpha of every
+ * token by the ratio loss (maths.md 7.5). */
+kv_status kv_gpu_gates_backward(kv_gpu_gates *gates, int32_t queries, const kv_gpu_buffer *d_keep,
+                                const kv_gpu_buffer *off, double push, kv_gpu_buffer *grad);
 
 /* C[m][n] = A[m][k] W[n][k]^T in fp32 (kv_linear). W is a host array in its stored format; its fp32 copy stays on the device and is
  * known again by address, size and content. KV_E_UNAVAILABLE without libcublas. */

@@ -142,3 +142,40 @@ kv_status kv_gpu_adamw(kv_gpu *g, const kv_adamw *o, int64_t step, double clip, 
                        kv_gpu_buffer *moment2, kv_gpu_buffer *sum) {
     return unavailable();
 }
+kv_status kv_gpu_soft_attend(const kv_gpu_span *s, const kv_gpu_window *w,
+                             const kv_gpu_buffer *log_keep, kv_gpu_buffer *o, kv_gpu_buffer *dense,
+                             kv_gpu_buffer *lse) {
+    return unavailable();
+}
+kv_status kv_gpu_soft_backward(const kv_gpu_span *s, const kv_gpu_window *w,
+                               const kv_gpu_buffer *log_keep, const kv_gpu_buffer *o,
+                               const kv_gpu_buffer *lse, const kv_gpu_buffer *d_o,
+                               kv_gpu_buffer *d_keep) {
+    return unavailable();
+}
+kv_status kv_gpu_soft_match(const kv_gpu_span *s, const kv_gpu_window *w, const kv_gpu_buffer *o,
+                            kv_gpu_buffer *dense, kv_gpu_buffer *off) {
+    return unavailable();
+}
+kv_status kv_gpu_gates_new(kv_gpu *g, const kv_dms_spec *spec, int32_t n_lane, int32_t group,
+                           kv_gpu_gates **out) {
+    return unavailable();
+}
+void kv_gpu_gates_free(kv_gpu_gates *gates) {}
+kv_status kv_gpu_gates_input(kv_gpu_gates *gates, const kv_gpu_buffer *x, int32_t n_token,
+                             int32_t first, int32_t n) {
+    return unavailable();
+}
+kv_status kv_gpu_gates_logits(kv_gpu_gates *gates, const kv_gpu_buffer *param,
+                              kv_gpu_buffer *logit) {
+    return unavailable();
+}
+kv_status kv_gpu_gates_decide(kv_gpu_gates *gates, const kv_gpu_draw *draw,
+                              const kv_gpu_buffer *logit, kv_gpu_buffer *log_keep,
+                              kv_gpu_buffer *marked) {
+    return unavailable();
+}
+kv_status kv_gpu_gates_backward(kv_gpu_gates *gates, int32_t queries, const kv_gpu_buffer *d_keep,
+                                const kv_gpu_buffer *off, double push, kv_gpu_buffer *grad) {
+    return unavailable();
+}

@@ -11,6 +11,10 @@
 #include "policies/policy.h"
 #include "reference/scorer_net.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef enum kv_dms_source { KV_DMS_KV, KV_DMS_HIDDEN, KV_DMS_CHANNEL } kv_dms_source;
 
 typedef struct kv_dms_spec {
@@ -50,5 +54,9 @@ double kv_dms_target(double ratio, int64_t step, int64_t ramp);
 
 /* Gate logits [n_kv_head][stride] of a span from weights (policy dms). KV_E_DATA when they do not fit. *shift: as trained. */
 kv_status kv_dms_gate(const kv_policy_input *input, float *logit, int32_t *shift);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif
