@@ -70,8 +70,8 @@ TRAIN_POLICY  = $(if $(filter file,$(origin POLICY)),kvpop_mlp,$(POLICY))
 TRAIN_FILES   = $(patsubst %,traces/data/reasoning-$(LENGTH)-s%.h5,$(shell seq 2147483648 $$((2147483647 + $(TRAIN_TRACES)))))
 # Settings of the shipped weights of this policy and budget; those of SET come after them and win.
 TRAIN_SETS    = $(foreach s,$(shell awk '$$1 == "$(TRAIN_POLICY)" && $$2 == "$(BUDGET)" {$$1 = $$2 = ""; print}' experiments/shipped.txt),--set $(TRAIN_POLICY).$(s))
-# A recording on the CPU uses every core itself; on the GPU most of its time is one core that compresses the file.
-RECORD_JOBS   = $(if $(filter gpu,$(DEVICE)),$(shell echo $$(($(JOBS) < 8 ? $(JOBS) : 8))),1)
+# A recording on the CPU keeps every core busy; one on the GPU keeps neither it nor the cores busy for long.
+RECORD_JOBS   = $(if $(filter gpu,$(DEVICE)),$(shell echo $$(($(JOBS) < 4 ? $(JOBS) : 4))),1)
 #: make train POLICY= BUDGET= [TRAIN_TRACES= SET= DEVICE=]
 #:                                         train the weights of a learned policy, recording the traces it needs
 train: build
