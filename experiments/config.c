@@ -25,6 +25,7 @@ const kv_param kv_config_spec[] = {
     {.name = "model", .help = "model folder for accuracy", .type = KV_PARAM_TEXT},
     {.name = "output", .help = "results folder", .type = KV_PARAM_TEXT},
     {.name = "save_evict", .type = KV_PARAM_CHOICE, .choices = "no|yes"},
+    {.name = "decode", .type = KV_PARAM_CHOICE, .choices = "no|yes"},
     {.name = "force", .type = KV_PARAM_CHOICE, .choices = "no|yes"},
     {0},
 };

@@ -4,7 +4,7 @@
  *   [trace]        path
  *   [sweep]        policies, budgets (comma lists, expanded to the product)
  *   [policy.NAME]  the policy's parameters, and `weights` for a learned one
- *   [run]          name, sinks, window, seed, eps, oracle_delta, target_reduce, device, model, output, save_evict, force */
+ *   [run]          name, sinks, window, seed, eps, oracle_delta, target_reduce, device, model, output, save_evict, decode, force */
 #ifndef KV_EXPERIMENTS_CONFIG_H
 #define KV_EXPERIMENTS_CONFIG_H
 

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "experiments/decode_check.h"
 #include "experiments/dense_cache.h"
 #include "experiments/pattern.h"
 #include "experiments/replay_ahead.h"
@@ -24,6 +25,7 @@ typedef struct work { /* state of one run */
     kv_timeline *timeline;
     kv_pattern *pattern;
     kv_ahead *ahead;         /* NULL: every replay at its own turn */
+    double *decoded;         /* [n_row] bytes of this layer's cache in its largest document */
     double **seconds;        /* [n_row] of the results */
     kv_params oracle_params; /* built-in defaults: KT is always the oracle of power 1 */
     float *
@@ -212,6 +214,17 @@ static kv_status decide(work *w, place *p, size_t i, const kv_policy_input *inpu
     return KV_OK;
 }
 
+/* pos=cache turns keys anew at every step, which the slots do not: then only the decisions are compared. */
+static kv_status decode(work *w, const place *p, size_t i, const kv_policy_input *input,
+                        const kv_masked *masked) {
+    const kv_row *row = &w->e->plan->row[i];
+    double bytes = 0;
+    kv_status st = kv_decode_check(row, input, (int32_t)kv_dtype_size(w->trace->type), p->evict_at,
+                                   kv_row_rerotates(row) ? NULL : masked->o, &bytes);
+    w->decoded[i] = fmax(w->decoded[i], bytes);
+    return st;
+}
+
 static kv_status run_policy(work *w, place *p, size_t i) {
     kv_status st = KV_OK;
     const kv_row *row = &w->e->plan->row[i];
@@ -228,6 +241,7 @@ static kv_status run_policy(work *w, place *p, size_t i) {
                             .rerotate = kv_row_rerotates(row),
                             .ops = w->e->ops};
     KV_TRY(kv_metrics_add(w->metrics[i], &item));
+    if (w->e->decode && kv_decodes(row)) KV_TRY(decode(w, p, i, &input, &masked));
     if (w->timeline) kv_timeline_add(w->timeline, i, &p->span, p->evict_at);
     if (w->pattern) kv_pattern_add(w->pattern, i, &p->span, p->evict_at);
     if (w->result[i].evict_at) keep_decisions(w, p, w->result[i].evict_at);
@@ -308,6 +322,10 @@ static kv_status run_layer(work *w, const kv_trace_layer *layer, int32_t index) 
     KV_TRY(read_scores(w, index));
     for (int32_t doc = 0; doc < w->trace->n_document; doc++)
         KV_TRY(run_document(w, layer, index, doc));
+    for (size_t i = 0; i < w->e->plan->n_row; i++) {
+        w->result[i].cache_bytes_allocated += w->decoded[i];
+        w->decoded[i] = 0;
+    }
     if (w->timeline) KV_TRY(kv_timeline_write_layer(w->timeline, w->trace->layer_id[index]));
     if (w->pattern) kv_pattern_write_layer(w->pattern, w->trace->layer_id[index]);
 out:
@@ -360,6 +378,7 @@ kv_status kv_experiment_run(kv_experiment *e, kv_row_result *result) {
     KV_TRY(kv_params_init(&w.oracle_params, kv_policy_find("oracle")->params));
     KV_TRY(open_metrics(&w));
     KV_NEW(w.seconds, e->plan->n_row);
+    KV_NEW(w.decoded, e->plan->n_row);
     for (size_t i = 0; i < e->plan->n_row; i++) w.seconds[i] = &result[i].seconds;
     KV_TRY(kv_ahead_open(e->plan, e->trace, e->ops, &w.ahead));
     if (e->timeline_folder) {
@@ -378,6 +397,7 @@ out:
     for (size_t i = 0; w.metrics && i < e->plan->n_row; i++) kv_metrics_free(w.metrics[i]);
     kv_ahead_free(w.ahead);
     free(w.seconds);
+    free(w.decoded);
     free(w.metrics);
     free(w.score);
     free(w.delta);

@@ -14,7 +14,9 @@
 typedef struct kv_row_result {
     kv_metrics_result metrics; /* all zero for an accuracy-only run */
     kv_decisions decisions;    /* learned policies: against their own target */
-    double seconds;            /* replay, masked attention and metrics of this row */
+    double seconds;            /* replay, masked attention, metrics, decoding of this row */
+    double
+        cache_bytes_allocated; /* by decoding: sum over layers, each at its largest document; 0: not decoded */
     int32_t *evict_at; /* [n_layer][n_kv_head][n_token], only on request; absolute positions */
 } kv_row_result;
 
@@ -27,6 +29,7 @@ typedef struct kv_experiment {
     const char *cache_folder;    /* of dense results, NULL: none */
     const char *timeline_folder; /* gets timeline.csv and the tables of pattern.h, NULL: none */
     bool keep_evict_at;
+    bool decode; /* also decode every causal row over a real cache and compare (decode_check.h) */
     double read_seconds, dense_seconds; /* out: waiting for layers; the policy-independent part */
 } kv_experiment;
 

@@ -99,6 +99,8 @@ static kv_status prepare(run *r) {
     KV_TRY(kv_plan_check(c)); /* a misspelt policy is told even when the trace is missing */
     const bool on_gpu = strcmp(kv_config_text(c, "device"), "gpu") == 0;
     if (on_gpu) kv_gpu_begin();
+    if (kv_config_flag(c, "decode") && on_gpu)
+        KV_RAISE(KV_E_USAGE, "--decode runs on the CPU; leave out --device gpu");
     KV_TRY(kv_trace_open(kv_config_text(c, "path"), &r->trace));
     r->info = kv_trace_get(r->trace);
     KV_TRY(kv_plan_make(c, r->info->longest, &r->plan));
@@ -206,7 +208,8 @@ static kv_status compute(run *r, json_t **summary) {
                        .ops = r->ops,
                        .cache_folder = cache_folder,
                        .timeline_folder = staging.folder,
-                       .keep_evict_at = kv_config_flag(r->config, "save_evict")};
+                       .keep_evict_at = kv_config_flag(r->config, "save_evict"),
+                       .decode = kv_config_flag(r->config, "decode")};
     if (r->job == KV_JOB_EXPERIMENT) KV_TRY(kv_experiment_run(&e, result));
     const double before = kv_now();
     if (r->model) KV_TRY(run_model(r, accuracy));

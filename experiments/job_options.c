@@ -38,6 +38,12 @@ static const job_option table[] = {
     {"name", "NAME", "run", "name", NULL, "Folder below results/ (default: the command)", 4, false},
     {"save-evict", NULL, "run", "save_evict", "yes",
      "Also write evict.h5, every decision; the policy `file` reads it back", 4, true},
+    {"decode", NULL, "run", "decode", "yes",
+     "Also decode every causal row token by token over an allocated slot cache (slow), check that "
+     "it "
+     "holds the same tokens and gives the same outputs as the mask, and report "
+     "cache_bytes_allocated: all slots of keys and values, counted in elements of the trace's type",
+     4, true},
     {"force", NULL, "run", "force", "yes", "Run again although a finished run is there", 4, false},
 };
 enum { TABLE = sizeof table / sizeof *table, KEY_CONFIG = KEY_FIRST + TABLE, KEY_SET, KEY_WEIGHTS };

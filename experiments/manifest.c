@@ -54,8 +54,8 @@ static json_t *row_identity(const kv_row *row) {
 
 json_t *kv_identity_make(const char *command, const kv_config *config, const kv_trace_info *trace,
                          const kv_plan *plan, const kv_ops *ops, const char *model_hash) {
-    static const char *const settings[] = {"sinks",        "window",        "seed",      "eps",
-                                           "oracle_delta", "target_reduce", "save_evict"};
+    static const char *const settings[] = {"sinks",        "window",        "seed",       "eps",
+                                           "oracle_delta", "target_reduce", "save_evict", "decode"};
     json_t *o = json_object(), *rows = json_array(), *run = json_object();
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
         for (size_t j = 0; j < config->run.n; j++) {

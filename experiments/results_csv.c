@@ -65,7 +65,8 @@ static void put_head(out *o, const kv_metrics_result *m, int32_t l, int32_t h) {
         retrievals);
 }
 
-static void put_run(out *o, const kv_metrics_result *m) {
+static void put_run(out *o, const kv_row_result *r) {
+    const kv_metrics_result *m = &r->metrics;
     const int64_t n = m->n_counted;
     put(o, "all", "all", "recall_mean", m->recall_mean, n);
     put(o, "all", "all", "recall_chance", m->recall_chance, n);
@@ -82,6 +83,8 @@ static void put_run(out *o, const kv_metrics_result *m) {
     put(o, "all", "all", "kept_max", (double)m->kept_max, n);
     put(o, "all", "all", "dense_bytes", kv_dense_bytes(o->report->trace), n);
     put(o, "all", "all", "cache_bytes", m->cache_bytes, n);
+    put(o, "all", "all", "cache_bytes_allocated",
+        r->cache_bytes_allocated > 0 ? r->cache_bytes_allocated : NAN, n);
 }
 
 static void put_step_bound(out *o, const kv_metrics_result *m) {
@@ -93,7 +96,8 @@ static void put_step_bound(out *o, const kv_metrics_result *m) {
     put(o, "all", "all", "retained_mass", m->retained_mass, m->n_counted);
 }
 
-static void put_row(out *o, const kv_metrics_result *m) {
+static void put_row(out *o, const kv_row_result *r) {
+    const kv_metrics_result *m = &r->metrics;
     const kv_trace_info *t = o->report->trace;
     if (o->row->policy->no_evict_at) {
         put_step_bound(o, m);
@@ -101,7 +105,7 @@ static void put_row(out *o, const kv_metrics_result *m) {
     }
     for (int32_t l = 0; l < t->n_layer; l++)
         for (int32_t h = 0; h < t->n_kv_head; h++) put_head(o, m, l, h);
-    put_run(o, m);
+    put_run(o, r);
 }
 
 static void put_accuracy(out *o, const kv_accuracy *a) {
@@ -124,7 +128,7 @@ kv_status kv_metrics_csv_write(const kv_report *report, const char *folder) {
     fputs("trace,layer,kv_head,policy,variant,budget,seed,metric,value,n\n", o.file);
     for (size_t i = 0; i < report->plan->n_row; i++) {
         o.row = &report->plan->row[i];
-        if (report->has_metrics) put_row(&o, &report->result[i].metrics);
+        if (report->has_metrics) put_row(&o, &report->result[i]);
         if (report->accuracy) put_accuracy(&o, &report->accuracy[i]);
     }
     bool bad = ferror(o.file) != 0;

@@ -67,9 +67,10 @@ static json_t *by_kind(const kv_trace_info *trace, const kv_metrics_result *m) {
 }
 
 /* Fields in the order of the contract; `known` false gives null (a bound without a cache, an accuracy-only run). */
-static void put_scalars(json_t *o, const kv_report *r, const kv_metrics_result *m, bool known,
+static void put_scalars(json_t *o, const kv_report *r, const kv_row_result *row, bool known,
                         bool mass_known) {
-    const double undefined = NAN;
+    const double undefined = NAN, allocated = row->cache_bytes_allocated;
+    const kv_metrics_result *m = &row->metrics;
 #define PUT(name, make, value) json_object_set_new(o, name, make(known ? (value) : undefined))
     PUT("recall_mean", real, m->recall_mean);
     PUT("recall_chance", real, m->recall_chance);
@@ -86,7 +87,7 @@ static void put_scalars(json_t *o, const kv_report *r, const kv_metrics_result *
     PUT("kept_max", whole, (double)m->kept_max);
     PUT("dense_bytes", whole, kv_dense_bytes(r->trace));
     PUT("cache_bytes", whole, m->cache_bytes);
-    json_object_set_new(o, "cache_bytes_allocated", json_null()); /* an experiment only masks */
+    PUT("cache_bytes_allocated", whole, allocated > 0 ? allocated : undefined); /* else masked */
 #undef PUT
 }
 
@@ -128,7 +129,7 @@ static json_t *row_of(const kv_report *r, size_t i) {
     json_object_set_new(o, "budget_fraction",
                         json_real((double)row->run.budget / r->trace->longest));
     json_object_set_new(o, "n_counted", mass_known ? json_integer(m->n_counted) : json_null());
-    put_scalars(o, r, m, known, mass_known);
+    put_scalars(o, r, &r->result[i], known, mass_known);
     json_object_set_new(
         o, "seconds", json_real(r->result[i].seconds + (r->accuracy ? r->accuracy[i].seconds : 0)));
     put_arrays(o, r, m, known, mass_known);

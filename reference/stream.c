@@ -1,6 +1,6 @@
 /* Token-by-token decoding over slots: each KV head owns a table of slots with real K and V rows; the token that leaves gives its
  * slot to the one that enters. Priority policies decide here, step by step, from their stream hooks; the decisions of the other
- * kinds come from kv_replay and are carried out here. Source: contract.md 1, maths.md 3.4 and 3.8 "Decode". */
+ * kinds come from kv_replay. Known decisions are carried out, with attention over the slots, head by head. Source: contract.md 1, maths.md 3.4 and 3.8 "Decode". */
 #include "reference/replay.h"
 
 #include <math.h>
@@ -11,8 +11,7 @@
 #include "reference/core/num.h"
 #include "reference/logit.h"
 
-enum { FORK_PRODUCTS = 1 << 18 }; /* below, waking threads costs more than the work */
-enum { RAGGED_PAGE = 64 };        /* slots by which a cache without a fixed budget grows */
+enum { RAGGED_PAGE = 64 }; /* slots by which a cache without a fixed budget grows */
 
 /* Slots of one KV head. Memory comes in pages: one page of the whole budget, or small ones when lengths are ragged. */
 typedef struct slots {
@@ -110,7 +109,6 @@ typedef struct stream {
     const kv_policy *policy;
     const kv_policy_input *input;
     const kv_span *span;
-    bool decides;           /* priority policy: victims are chosen here */
     void *state;            /* of the policy's hooks */
     slots *head;            /* [n_kv_head] */
     float *k, *v, *arrived; /* [n_kv_head][head_dim] of the current token; [n_kv_head] priorities */
@@ -132,52 +130,30 @@ out:
     return st;
 }
 
-static void leave_due(stream *m, int32_t h, int32_t u) {
-    slots *s = &m->head[h];
-    if (m->decides) {
-        if (u >= m->input->run->budget)
-            m->evict_at[h * m->span->stride + slots_leave(s, slots_least(s))] = u;
-        return;
-    }
-    for (int32_t i = slots_least(s); s->used > 0 && s->key[i] <= (uint64_t)u; i = slots_least(s))
-        slots_leave(s, i);
+static const float *row_of(const kv_span *span, const float *x, int32_t h, int32_t u) {
+    return x + ((size_t)h * (size_t)span->stride + (size_t)u) * (size_t)span->head_dim;
 }
 
+/* Token u arrives in every head; where the cache is full the least key gives its slot. */
 static kv_status step(stream *m, int32_t u) {
     kv_status st = KV_OK;
     const kv_span *span = m->span;
     int32_t d = span->head_dim, w = m->input->run->window;
     for (int32_t h = 0; h < span->n_kv_head; h++) {
-        size_t from = (size_t)(h * span->stride + u) * (size_t)d;
-        memcpy(m->k + (size_t)h * (size_t)d, span->k + from, (size_t)d * sizeof *m->k);
-        memcpy(m->v + (size_t)h * (size_t)d, span->v + from, (size_t)d * sizeof *m->v);
+        memcpy(m->k + (size_t)h * (size_t)d, row_of(span, span->k, h, u), (size_t)d * sizeof *m->k);
+        memcpy(m->v + (size_t)h * (size_t)d, row_of(span, span->v, h, u), (size_t)d * sizeof *m->v);
     }
-    if (m->decides) {
-        const float *hidden =
-            span->hidden ? span->hidden + (size_t)u * (size_t)span->d_model : NULL;
-        KV_TRY(m->policy->stream->push(m->state, u, m->k, m->v, hidden));
-        if (u >= w) KV_TRY(admit_eligible(m, u - w));
-    }
+    const float *hidden = span->hidden ? span->hidden + (size_t)u * (size_t)span->d_model : NULL;
+    KV_TRY(m->policy->stream->push(m->state, u, m->k, m->v, hidden));
+    if (u >= w) KV_TRY(admit_eligible(m, u - w));
     for (int32_t h = 0; h < span->n_kv_head; h++) {
-        int32_t leaves = m->evict_at[h * span->stride + u];
-        uint64_t key = m->decides || leaves == KV_NEVER ? KEEP : (uint64_t)leaves;
-        leave_due(m, h, u);
-        KV_TRY(slots_enter(&m->head[h], u, key, m->k + h * d, m->v + h * d, d));
+        slots *s = &m->head[h];
+        if (u >= m->input->run->budget)
+            m->evict_at[h * span->stride + slots_leave(s, slots_least(s))] = u;
+        KV_TRY(slots_enter(s, u, KEEP, m->k + h * d, m->v + h * d, d));
     }
 out:
     return st;
-}
-
-static void attend(stream *m, int32_t u, float *o) {
-    const kv_span *span = m->span;
-    int32_t group = span->n_q_head / span->n_kv_head;
-    int64_t products = (int64_t)span->n_q_head * span->head_dim * m->head[0].used;
-#pragma omp parallel for if (products >= FORK_PRODUCTS)
-    for (int32_t h = 0; h < span->n_kv_head; h++)
-        for (int32_t i = h * group; i < (h + 1) * group; i++) {
-            size_t at = (size_t)(i * span->stride + u) * (size_t)span->head_dim;
-            slots_attend(&m->head[h], span, span->q + at, o + at);
-        }
 }
 
 /* Slots a head can ever hold; 0: no bound. Attend-then-evict policies hold one more while they attend (contract.md 1). */
@@ -187,46 +163,102 @@ static int32_t fixed_slots(const kv_policy *policy, const kv_policy_input *input
     return most < input->span->n_token ? (int32_t)most : input->span->n_token;
 }
 
+static kv_status open_heads(stream *m) {
+    kv_status st = KV_OK;
+    const int32_t fixed = fixed_slots(m->policy, m->input);
+    KV_NEW(m->head, m->span->n_kv_head);
+    for (int32_t h = 0; h < m->span->n_kv_head; h++)
+        KV_TRY(slots_open(&m->head[h], m->span->n_token, m->span->head_dim, fixed));
+out:
+    return st;
+}
+
+static void close_heads(stream *m) {
+    for (int32_t h = 0; m->head && h < m->span->n_kv_head; h++) slots_free(&m->head[h]);
+    free(m->head);
+    m->head = NULL;
+}
+
+static uint64_t pages_of(const stream *m) { /* slots of all heads */
+    uint64_t n = 0;
+    for (int32_t h = 0; h < m->span->n_kv_head; h++)
+        n += (uint64_t)m->head[h].n_page * (uint64_t)m->head[h].page_slots;
+    return n;
+}
+
+/* A priority policy decides over its slots, all heads in step. */
+static kv_status decide(stream *m) {
+    kv_status st = KV_OK;
+    const kv_span *span = m->span;
+    KV_NEW(m->k, span->n_kv_head * span->head_dim);
+    KV_NEW(m->v, span->n_kv_head * span->head_dim);
+    KV_NEW(m->arrived, span->n_kv_head);
+    for (int32_t h = 0; h < span->n_kv_head; h++)
+        for (int32_t t = 0; t < span->n_token; t++) m->evict_at[h * span->stride + t] = KV_NEVER;
+    KV_TRY(m->policy->stream->open(m->input, &m->state));
+    KV_TRY(open_heads(m));
+    for (int32_t u = 0; u < span->n_token; u++) {
+        KV_TRY(kv_interrupt_poll());
+        KV_TRY(step(m, u));
+    }
+out:
+    return st;
+}
+
+/* Carries known decisions out in one head; its queries attend over what the slots hold. A failure has no message: the caller may be
+ * another thread. */
+static kv_status carry_out(const stream *m, int32_t h, float *o) {
+    const kv_span *span = m->span;
+    const int32_t d = span->head_dim, group = span->n_q_head / span->n_kv_head;
+    slots *s = &m->head[h];
+    for (int32_t u = 0; u < span->n_token; u++) {
+        const int32_t leaves = m->evict_at[h * span->stride + u];
+        const uint64_t key = leaves == KV_NEVER ? KEEP : (uint64_t)leaves;
+        if (kv_interrupt_poll() != KV_OK) return KV_E_INTERRUPTED;
+        for (int32_t i = slots_least(s); s->used > 0 && s->key[i] <= (uint64_t)u;
+             i = slots_least(s))
+            slots_leave(s, i);
+        const kv_status st =
+            slots_enter(s, u, key, row_of(span, span->k, h, u), row_of(span, span->v, h, u), d);
+        if (st != KV_OK) return st;
+        for (int32_t i = h * group; o && i < (h + 1) * group; i++)
+            slots_attend(s, span, row_of(span, span->q, i, u),
+                         o + (row_of(span, span->q, i, u) - span->q));
+    }
+    return KV_OK;
+}
+
+/* Heads share nothing once the decisions are known, so threads meet at the end only. */
+static kv_status carry_out_all(stream *m, float *o) {
+    kv_status st = KV_OK, *head = NULL;
+    close_heads(m);
+    KV_TRY(open_heads(m));
+    KV_NEW(head, m->span->n_kv_head);
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int32_t h = 0; h < m->span->n_kv_head; h++) head[h] = carry_out(m, h, o);
+    KV_TRY(kv_interrupt_poll());
+    for (int32_t h = 0; h < m->span->n_kv_head; h++)
+        if (head[h] != KV_OK) KV_RAISE(head[h], "out of memory for the slots of KV head %d", h);
+out:
+    free(head);
+    return st;
+}
+
 kv_status kv_stream_attend(const kv_policy *policy, const kv_policy_input *input,
                            int32_t element_size, int32_t *evict_at, uint64_t *bytes_allocated,
                            float *o) {
     kv_status st = KV_OK;
-    const kv_span *span = input->span;
-    int32_t n_head = span->n_kv_head, d = span->head_dim;
-    stream m = {.policy = policy,
-                .input = input,
-                .span = span,
-                .decides = policy->kind == KV_PRIORITY && !policy->decide,
-                .evict_at = evict_at};
+    const bool decides = policy->kind == KV_PRIORITY && !policy->decide;
+    stream m = {.policy = policy, .input = input, .span = input->span, .evict_at = evict_at};
     KV_TRY(kv_replay_check(policy, input));
-    if (policy->non_causal || (m.decides && !policy->stream))
+    if (policy->non_causal || (decides && !policy->stream))
         KV_RAISE(KV_E_USAGE, "%s sees the future: it cannot decode token by token", policy->name);
-    if (m.decides) {
-        KV_TRY(policy->stream->open(input, &m.state));
-        for (int32_t h = 0; h < n_head; h++)
-            for (int32_t t = 0; t < span->n_token; t++) evict_at[h * span->stride + t] = KV_NEVER;
-    } else {
-        KV_TRY(kv_replay(policy, input, evict_at));
-    }
-    KV_NEW(m.head, n_head);
-    KV_NEW(m.k, n_head * d);
-    KV_NEW(m.v, n_head * d);
-    KV_NEW(m.arrived, n_head);
-    for (int32_t h = 0; h < n_head; h++)
-        KV_TRY(slots_open(&m.head[h], span->n_token, d, fixed_slots(policy, input)));
-    for (int32_t u = 0; u < span->n_token; u++) {
-        KV_TRY(kv_interrupt_poll());
-        KV_TRY(step(&m, u));
-        if (o) attend(&m, u, o);
-    }
-    *bytes_allocated = 0;
-    for (int32_t h = 0; h < n_head; h++)
-        *bytes_allocated += (uint64_t)m.head[h].n_page * (uint64_t)m.head[h].page_slots * 2u *
-                            (uint64_t)d * (uint64_t)element_size;
+    KV_TRY(decides ? decide(&m) : kv_replay(policy, input, evict_at));
+    if (o || !decides) KV_TRY(carry_out_all(&m, o));
+    *bytes_allocated = pages_of(&m) * 2u * (uint64_t)input->span->head_dim * (uint64_t)element_size;
 out:
     if (m.state) policy->stream->close(m.state);
-    for (int32_t h = 0; m.head && h < n_head; h++) slots_free(&m.head[h]);
-    free(m.head);
+    close_heads(&m);
     free(m.k);
     free(m.v);
     free(m.arrived);

@@ -56,7 +56,7 @@ static const struct {
     {"kept_max", "i?"},
     {"dense_bytes", "i?"},
     {"cache_bytes", "i?"},
-    {"cache_bytes_allocated", "?"},
+    {"cache_bytes_allocated", "i?"},
     {"seconds", "r"},
     {"recall", "a?"},
     {"recall_chance_by_head", "a?"},
@@ -199,6 +199,49 @@ Test(results, every_field_is_there_and_the_files_agree) {
     free(csv);
     json_decref(s);
     json_decref(m);
+}
+
+/* --decode changes no number but cache_bytes_allocated, which is there for whatever can decode: whole slots, so at least cache_bytes. */
+Test(results, decoding_reports_what_it_allocated) {
+    write_trace("t.h5", false);
+    kv_said said =
+        kv_run_command(RUN "--trace t.h5 --policy " POLICIES " --budget 20,40 --output a");
+    cr_assert_eq(said.code, 0, "%s", said.err);
+    said =
+        kv_run_command(RUN "--trace t.h5 --policy " POLICIES " --budget 20,40 --decode --output b");
+    cr_assert_eq(said.code, 0, "%s", said.err);
+    json_t *masked = kv_load_json("a/summary.json"), *decoded = kv_load_json("b/summary.json"),
+           *row;
+    char *csv = read_text("b/metrics.csv");
+    size_t i;
+    json_array_foreach(json_object_get(decoded, "results"), i, row) {
+        json_t *other = json_array_get(json_object_get(masked, "results"), i);
+        const char *policy = json_string_value(json_object_get(row, "policy"));
+        const json_int_t budget = json_integer_value(json_object_get(row, "budget")),
+                         allocated =
+                             json_integer_value(json_object_get(row, "cache_bytes_allocated"));
+        const bool future =
+            !strncmp(policy, "oracle", 6) ||
+            !strcmp(json_string_value(json_object_get(row, "variant")), "anchor=all");
+        for (size_t j = 0; j < FIELDS; j++)
+            if (strcmp(fields[j].name, "seconds") &&
+                strcmp(fields[j].name, "cache_bytes_allocated"))
+                cr_expect(json_equal(json_object_get(row, fields[j].name),
+                                     json_object_get(other, fields[j].name)),
+                          "%s: %s", policy, fields[j].name);
+        check_csv(row, csv);
+        cr_expect(json_is_null(json_object_get(other, "cache_bytes_allocated")), "%s", policy);
+        cr_expect_eq(json_is_null(json_object_get(row, "cache_bytes_allocated")), future, "%s",
+                     policy);
+        if (!future)
+            cr_expect_geq(allocated, json_integer_value(json_object_get(row, "cache_bytes")), "%s",
+                          policy);
+        if (!strcmp(policy, "streaming")) /* slots of K and V in f16 */
+            cr_expect_eq(allocated, budget * FX_LAYER * FX_KV * 2 * FX_DIM * 2, "%d", (int)budget);
+    }
+    free(csv);
+    json_decref(masked);
+    json_decref(decoded);
 }
 
 Test(results, a_trace_without_kinds_has_null_kinds) {
