@@ -4,13 +4,16 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "experiments/experiment.h"
+#include "reference/attention.h"
 #include "reference/core/mem.h"
 #include "reference/replay.h"
 
 /* Slots attend in double, masked attention in fp32 with an exponential of relative error 2e-7. */
 static const double tolerance = 1e-4;
 
-bool kv_decodes(const kv_row *row) {
+/* Variants of a causal policy that see the future refuse by themselves. */
+static bool decodes(const kv_row *row) {
     return !row->policy->non_causal && !row->policy->no_evict_at && !kv_row_reads_scores(row) &&
            (row->policy->stream || row->policy->decide || row->policy->kind != KV_PRIORITY);
 }
@@ -55,25 +58,36 @@ static kv_status compare_outputs(const kv_row *row, const kv_span *s, const floa
 }
 
 kv_status kv_decode_check(const kv_row *row, const kv_policy_input *input, int32_t element_size,
-                          const int32_t *evict_at, const float *o, double *bytes) {
+                          const int32_t *evict_at, double *bytes) {
     kv_status st = KV_OK;
     const kv_span *s = input->span;
+    const bool same_rotation = !kv_row_rerotates(row);
+    const kv_masked_request request = {.evict_at = evict_at,
+                                       .sinks = row->run.sinks,
+                                       .window = row->run.window,
+                                       .want_output = true};
     int32_t *leaves = NULL; /* [n_kv_head][stride] */
     float *out = NULL;      /* [n_q_head][stride][head_dim] */
+    kv_masked masked = {0};
     uint64_t allocated = 0;
-    KV_NEW(leaves, s->n_kv_head * s->stride);
-    if (o) KV_NEW(out, s->n_q_head * s->stride * s->head_dim);
     *bytes = 0;
+    if (!decodes(row)) goto out;
+    KV_NEW(leaves, s->n_kv_head * s->stride);
+    if (same_rotation) KV_NEW(out, s->n_q_head * s->stride * s->head_dim);
     st = kv_stream_attend(row->policy, input, element_size, leaves, &allocated, out);
-    if (st == KV_E_USAGE) { /* a variant that sees the future */
+    if (st == KV_E_USAGE) {
         st = KV_OK;
         goto out;
     }
     KV_TRY(st);
     KV_TRY(compare_decisions(row, s, evict_at, leaves));
-    if (o) KV_TRY(compare_outputs(row, s, o, out));
+    if (same_rotation) {
+        KV_TRY(kv_masked_compute(s, &request, &masked));
+        KV_TRY(compare_outputs(row, s, masked.o, out));
+    }
     *bytes = (double)allocated;
 out:
+    kv_masked_free(&masked);
     free(leaves);
     free(out);
     return st;

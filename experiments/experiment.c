@@ -214,13 +214,10 @@ static kv_status decide(work *w, place *p, size_t i, const kv_policy_input *inpu
     return KV_OK;
 }
 
-/* pos=cache turns keys anew at every step, which the slots do not: then only the decisions are compared. */
-static kv_status decode(work *w, const place *p, size_t i, const kv_policy_input *input,
-                        const kv_masked *masked) {
-    const kv_row *row = &w->e->plan->row[i];
+static kv_status decode(work *w, const place *p, size_t i, const kv_policy_input *input) {
     double bytes = 0;
-    kv_status st = kv_decode_check(row, input, (int32_t)kv_dtype_size(w->trace->type), p->evict_at,
-                                   kv_row_rerotates(row) ? NULL : masked->o, &bytes);
+    kv_status st = kv_decode_check(&w->e->plan->row[i], input,
+                                   (int32_t)kv_dtype_size(w->trace->type), p->evict_at, &bytes);
     w->decoded[i] = fmax(w->decoded[i], bytes);
     return st;
 }
@@ -241,7 +238,7 @@ static kv_status run_policy(work *w, place *p, size_t i) {
                             .rerotate = kv_row_rerotates(row),
                             .ops = w->e->ops};
     KV_TRY(kv_metrics_add(w->metrics[i], &item));
-    if (w->e->decode && kv_decodes(row)) KV_TRY(decode(w, p, i, &input, &masked));
+    if (w->e->decode) KV_TRY(decode(w, p, i, &input));
     if (w->timeline) kv_timeline_add(w->timeline, i, &p->span, p->evict_at);
     if (w->pattern) kv_pattern_add(w->pattern, i, &p->span, p->evict_at);
     if (w->result[i].evict_at) keep_decisions(w, p, w->result[i].evict_at);
