@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 #include <xxhash.h>
 
@@ -20,6 +21,15 @@ enum { FORMAT = 1 };
 static const char magic[8] = "KVCACHE";
 static const int64_t largest_file = (int64_t)1
                                     << 30; /* bytes; larger results are computed each time */
+
+static const uint64_t reserve = (uint64_t)256 << 20; /* bytes that stay free on the disk */
+
+/* Files of this process, newest first. */
+typedef struct fresh {
+    struct fresh *next;
+    char path[];
+} fresh;
+static fresh *fresh_files;
 
 typedef struct header {
     char magic[8];
@@ -87,6 +97,32 @@ bool kv_cache_load(const char *folder, const kv_cached *p) {
     return true;
 }
 
+static void remember(const char *path) {
+    const size_t n = strlen(path) + 1;
+    fresh *f = malloc(sizeof *f + n);
+    if (!f) return;
+    memcpy(f->path, path, n);
+    f->next = fresh_files;
+    fresh_files = f;
+}
+
+int kv_cache_drop_fresh(void) {
+    int n = 0;
+    while (fresh_files) {
+        fresh *f = fresh_files;
+        n += unlink(f->path) == 0;
+        fresh_files = f->next;
+        free(f);
+    }
+    return n;
+}
+
+static bool has_room(const char *folder, uint64_t bytes) {
+    struct statvfs disk;
+    return statvfs(folder, &disk) != 0 ||
+           (uint64_t)disk.f_bavail * disk.f_frsize >= bytes + reserve;
+}
+
 void kv_cache_store(const char *folder, const kv_cached *p) {
     char path[PATH_MAX], temporary[PATH_MAX + 32];
     header h = {.format = FORMAT, .n_array = (uint32_t)p->n_array, .bytes = total_bytes(p)};
@@ -94,6 +130,10 @@ void kv_cache_store(const char *folder, const kv_cached *p) {
     memcpy(h.magic, magic, sizeof magic);
     memcpy(h.key, p->key, sizeof h.key);
     if ((int64_t)h.bytes > largest_file || kv_make_folders(folder) != KV_OK) return;
+    if (!has_room(folder, h.bytes)) {
+        kv_log(KV_LOG_INFO, "cache", "%s is nearly full: %s is not kept", folder, p->name);
+        return;
+    }
     checksum_of(p, h.checksum);
     file_name(folder, p, path, sizeof path);
     snprintf(temporary, sizeof temporary, "%s.%d.tmp", path, (int)getpid());
@@ -102,7 +142,10 @@ void kv_cache_store(const char *folder, const kv_cached *p) {
     for (int32_t i = 0; good && i < p->n_array; i++)
         good = fwrite(*p->array[i], 1, p->bytes[i], f) == p->bytes[i];
     if (f && fclose(f) != 0) good = false;
-    if (good && rename(temporary, path) == 0) return;
+    if (good && rename(temporary, path) == 0) {
+        remember(path);
+        return;
+    }
     kv_log(KV_LOG_INFO, "cache", "%s is not kept: %s", path, strerror(errno));
     unlink(temporary);
 }

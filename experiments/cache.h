@@ -2,7 +2,7 @@
  *
  * Whoever stores makes the key from everything that the arrays depend on (data, settings, instruction set, sources), so an old file can
  * never answer for changed input. Files carry a checksum; a corrupted or foreign file is ignored and written again. A cache that
- * cannot be written is no error. */
+ * cannot be written is no error. It leaves 256 MiB of the disk free, for results. */
 #ifndef KV_EXPERIMENTS_CACHE_H
 #define KV_EXPERIMENTS_CACHE_H
 
@@ -24,6 +24,9 @@ typedef struct kv_cached { /* arrays that are stored together in one file */
 bool kv_cache_load(const char *folder, const kv_cached *c);
 /* Arrays of more than 1 GiB together are not kept. folder NULL: nothing happens. */
 void kv_cache_store(const char *folder, const kv_cached *c);
+
+/* Removes the files that this process has stored and returns how many they were: for when a result finds no room. */
+int kv_cache_drop_fresh(void);
 
 /* Removes the longest unused files until at most `limit` bytes remain. */
 void kv_cache_trim(const char *folder, int64_t limit);

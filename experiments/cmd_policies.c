@@ -6,6 +6,7 @@
 #include "experiments/cli.h"
 #include "experiments/plan.h"
 #include "policies/registry.h"
+#include "reference/core/log.h"
 
 static void print_param(const kv_param *p) {
     char bounds[96], value[64], least[32], most[32];
@@ -42,13 +43,20 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
     return state->arg_num == 0 ? 0 : ARGP_ERR_UNKNOWN;
 }
 
-/* With a list, the list is checked and nothing else is printed: `make experiment` asks before it records a trace. */
-static kv_status check_list(const char *list) {
+/* The policies of a list, checked as --policy is; with --quiet nothing is printed: `make experiment` asks before it records. */
+static kv_status print_list(const char *list) {
     kv_config config = {0};
-    kv_status st = kv_config_init(&config);
-    if (st == KV_OK) st = kv_config_set(&config, "sweep", "policies", list);
-    if (st == KV_OK) st = kv_config_set(&config, "sweep", "budgets", "1");
-    if (st == KV_OK) st = kv_plan_check(&config);
+    kv_plan plan = {0};
+    kv_status st = KV_OK;
+    KV_TRY(kv_config_init(&config));
+    KV_TRY(kv_config_set(&config, "sweep", "policies", list));
+    KV_TRY(kv_config_set(&config, "sweep", "budgets", "1000000"));
+    KV_TRY(kv_plan_check(&config));
+    if (kv_log_get_level() == KV_LOG_ERROR) goto out;
+    KV_TRY(kv_plan_make(&config, 1, &plan));
+    for (size_t i = 0; i < plan.n_row; i++) print_policy(plan.row[i].policy);
+out:
+    kv_plan_free(&plan);
     kv_config_free(&config);
     return st;
 }
@@ -59,16 +67,22 @@ kv_status kv_cmd_policies(int argc, char **argv) {
         .parser = parse,
         .args_doc = "[LIST]",
         .doc =
-            "Lists the policies with their parameters (default value first). With a LIST as for "
-            "--policy, only checks it.\v"
+            "Lists the policies, one a line. With a LIST as for --policy, checks it and shows "
+            "these "
+            "policies with their parameters (default value first); -v shows all of them so.\v"
             "Example:\n"
-            "  kvlab policies\n"
+            "  kvlab policies h2o,tova\n"
             "A policy is used as NAME or NAME:key=value, for example h2o:recent_share=0.25. Kinds: "
             "priority (a fixed score per token), gate (keep or leave, decided once), attention (a "
             "statistic of the attention over the tokens still kept)."};
     kv_status st = kv_cli_parse(&argp, argc, argv, &list);
     if (st != KV_OK) return st;
-    if (list) return check_list(list);
-    for (int i = 0; kv_policy_at(i); i++) print_policy(kv_policy_at(i));
+    if (list) return print_list(list);
+    for (int i = 0; kv_policy_at(i); i++)
+        if (kv_log_get_level() > KV_LOG_WARN)
+            print_policy(kv_policy_at(i));
+        else
+            printf("%-13s %s%s\n", kv_policy_at(i)->name, kv_policy_at(i)->summary,
+                   kv_policy_at(i)->non_causal ? " (sees the future)" : "");
     return KV_OK;
 }

@@ -41,7 +41,7 @@ trace: build
 #: make experiment POLICY= BUDGET= [TRACE= SEED= SET= DEVICE=]
 #:                                         replay policies, print the table, write results and pictures
 experiment: build
-	@./kvlab policies $(call quote,$(POLICY))
+	@./kvlab policies --quiet $(call quote,$(POLICY))
 	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
 	@./kvlab experiment --trace $(call quote,$(TRACE)) --policy $(call quote,$(POLICY)) --budget $(call quote,$(BUDGET)) --seed $(call quote,$(SEED)) --device $(call quote,$(DEVICE)) $(SETS)
 	@BUDGET= plots/draw.sh results/latest
@@ -60,7 +60,7 @@ plots: build
 
 #: make evaluate POLICY= BUDGET= [MODEL=]  accuracy of a model under a policy
 evaluate: build
-	@./kvlab policies $(call quote,$(POLICY))
+	@./kvlab policies --quiet $(call quote,$(POLICY))
 	$(AGAIN) $(filter traces/data/reasoning-%,$(TRACE))
 	@./kvlab evaluate --model $(call quote,$(MODEL)) --trace $(call quote,$(TRACE)) --policy $(call quote,$(POLICY)) --budget $(call quote,$(BUDGET)) --seed $(call quote,$(SEED)) --device $(call quote,$(DEVICE)) $(SETS)
 

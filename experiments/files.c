@@ -38,15 +38,16 @@ static int remove_one(const char *path, const struct stat *info, int kind, struc
 
 static void remove_tree(const char *path) { nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
 
-/* An older result has all three; one alone is no sign of kvlab, and the folder is about to be deleted. */
+/* An older result has all three, or lost one of them; one alone is no sign of kvlab, and the folder is about to be deleted. */
 static bool is_result(const char *target) {
     static const char *const file[] = {"manifest.json", "summary.json", "metrics.csv"};
     char path[PATH_MAX + 32];
+    int found = 0;
     for (size_t i = 0; i < sizeof file / sizeof *file; i++) {
         snprintf(path, sizeof path, "%s/%s", target, file[i]);
-        if (access(path, F_OK) != 0) return false;
+        found += access(path, F_OK) == 0;
     }
-    return true;
+    return found >= 2;
 }
 
 /* Nothing there, an empty folder, or an older result. */

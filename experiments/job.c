@@ -104,6 +104,7 @@ static kv_status prepare(run *r) {
     KV_TRY(kv_trace_open(kv_config_text(c, "path"), &r->trace));
     r->info = kv_trace_get(r->trace);
     KV_TRY(kv_plan_make(c, r->info->longest, &r->plan));
+    KV_TRY(kv_plan_check_decisions(&r->plan, r->info));
     KV_TRY(kv_plan_open_weights(&r->plan, c, r->info));
     if (on_gpu && r->job == KV_JOB_EXPERIMENT) KV_TRY(read_ahead(r));
     KV_TRY(open_model(r));
@@ -214,7 +215,13 @@ static kv_status compute(run *r, json_t **summary) {
     const double before = kv_now();
     if (r->model) KV_TRY(run_model(r, accuracy));
     r->accuracy = kv_now() - before;
-    KV_TRY(write_files(r, result, accuracy, &e, staging.folder, summary));
+    st = write_files(r, result, accuracy, &e, staging.folder, summary);
+    if (st != KV_OK && kv_cache_drop_fresh() > 0) { /* the result goes before the cache */
+        json_decref(*summary);
+        *summary = NULL;
+        st = write_files(r, result, accuracy, &e, staging.folder, summary);
+    }
+    KV_TRY(st);
     KV_TRY(kv_interrupt_poll());
     KV_TRY(kv_staging_commit(&staging));
     kv_cache_trim(cache_folder, cache_limit);
@@ -226,11 +233,19 @@ out:
     return st;
 }
 
-/* The summary of a finished run of the same settings. A damaged one is as good as none. */
+static bool has_file(const run *r, const char *name) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/%s", r->folder, name);
+    return access(path, R_OK) == 0;
+}
+
+/* The summary of a finished run of the same settings. A damaged one, or one that lost a file, is as good as none. */
 static bool read_finished(const run *r, json_t **summary) {
     size_t i;
     json_t *row;
-    if (!kv_manifest_matches(r->folder, r->identity, r->info) ||
+    if (!has_file(r, "metrics.csv") ||
+        (kv_config_flag(r->config, "save_evict") && !has_file(r, "evict.h5")) ||
+        !kv_manifest_matches(r->folder, r->identity, r->info) ||
         kv_json_read(r->folder, "summary.json", summary) != KV_OK)
         return false;
     const json_t *results = json_object_get(*summary, "results");

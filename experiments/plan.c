@@ -190,6 +190,21 @@ out:
     return st;
 }
 
+kv_status kv_plan_check_decisions(const kv_plan *plan, const kv_trace_info *trace) {
+    const kv_policy *file = kv_policy_find("file");
+    for (size_t i = 0; i < plan->n_row; i++) {
+        const kv_row *row = &plan->row[i];
+        const char *path = row->policy == file ? kv_params_text(&row->params, "path") : "";
+        if (path[0] == '\0') continue;
+        kv_status st = kv_evict_check(path, kv_params_text(&row->params, "item"), row->run.budget,
+                                      trace->n_layer, trace->n_kv_head, trace->n_token);
+        if (st != KV_OK)
+            return kv_error_context(st, "policy file, budget %d, trace %s", row->run.budget,
+                                    trace->path);
+    }
+    return KV_OK;
+}
+
 bool kv_row_reads_scores(const kv_row *row) { return kv_params_int(&row->params, "scores") == 1; }
 
 void kv_plan_free(kv_plan *plan) {

@@ -43,6 +43,9 @@ bool kv_row_reads_scores(const kv_row *row);
  * nearest. KV_E_NOINPUT when there is none, KV_E_DATA when window, layers, KV heads or head size differ from the trace's. */
 kv_status kv_plan_open_weights(kv_plan *plan, const kv_config *config, const kv_trace_info *trace);
 
+/* Decision files that rows of the policy `file` read belong to this trace: same layers, KV heads and tokens. KV_E_DATA names both. */
+kv_status kv_plan_check_decisions(const kv_plan *plan, const kv_trace_info *trace);
+
 void kv_plan_free(kv_plan *plan);
 
 /* Budget text of contract.md 4: digits are a count, a decimal with '.' or exponent a fraction of `longest`. */

@@ -60,8 +60,10 @@ static json_t *by_kind(const kv_trace_info *trace, const kv_metrics_result *m) {
         bool named = kind < trace->n_kind_name;
         if (!named && !isfinite(m->recall_by_kind[kind])) continue;
         snprintf(number, sizeof number, "%d", kind);
-        json_object_set_new(o, named ? trace->kind_name[kind] : number,
-                            real(m->recall_by_kind[kind]));
+        /* a name that is no UTF-8, or not the only one of its kind, cannot be a key */
+        if (!named || json_object_get(o, trace->kind_name[kind]) ||
+            json_object_set_new(o, trace->kind_name[kind], real(m->recall_by_kind[kind])) != 0)
+            json_object_set_new(o, number, real(m->recall_by_kind[kind]));
     }
     return o;
 }

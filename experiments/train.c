@@ -69,7 +69,7 @@ static kv_status open_traces(kv_train_job *job) {
     KV_NEW(path, o->n_trace + 1);
     memcpy(path, o->trace, (size_t)o->n_trace * sizeof *path);
     path[o->n_trace] = held_out;
-    KV_TRY(kv_train_set_open(path, o->n_trace + extra, extra, &job->set));
+    KV_TRY(kv_train_set_open(path, o->n_trace + extra, extra, o->force, &job->set));
     job->plan.n_trace = o->n_trace;
     job->plan.held_out = extra ? o->n_trace : -1;
 out:

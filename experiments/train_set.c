@@ -40,8 +40,8 @@ static kv_status scratch_map(const char *folder, size_t bytes, void **out) {
                    strerror(error));
 }
 
-static kv_status describe(const char *path, bool held_out, bool first, kv_train_set *set,
-                          kv_train_trace *t) {
+static kv_status describe(const char *path, bool held_out, bool unknown_seeds, bool first,
+                          kv_train_set *set, kv_train_trace *t) {
     kv_status st = KV_OK;
     kv_trace *trace = NULL;
     KV_TRY(kv_trace_open(path, &trace));
@@ -51,6 +51,13 @@ static kv_status describe(const char *path, bool held_out, bool first, kv_train_
                  "%s was generated from seed %llu; seeds below 2147483648 are held out for "
                  "evaluation: record training traces with larger seeds",
                  path, (unsigned long long)i->corpus_seed);
+    if (!held_out && i->has_unknown_seed && !unknown_seeds)
+        KV_RAISE(
+            KV_E_USAGE,
+            "%s holds the reasoning corpus but not the seed that made it (attribute seed of its "
+            "requests): it may be held out for evaluation; record it again with `kvlab record`, "
+            "or train on it all the same with --force",
+            path);
     if (first) {
         set->n_layer = i->n_layer;
         set->n_q_head = i->n_q_head;
@@ -90,13 +97,14 @@ out:
 }
 
 kv_status kv_train_set_open(const char *const *path, int32_t n_path, int32_t held_out,
-                            kv_train_set *out) {
+                            bool unknown_seeds, kv_train_set *out) {
     kv_status st = KV_OK;
     memset(out, 0, sizeof *out);
     KV_NEW(out->trace, n_path);
     out->n_trace = n_path;
     for (int32_t i = 0; i < n_path; i++)
-        KV_TRY(describe(path[i], i >= n_path - held_out, i == 0, out, &out->trace[i]));
+        KV_TRY(
+            describe(path[i], i >= n_path - held_out, unknown_seeds, i == 0, out, &out->trace[i]));
 out:
     if (st != KV_OK) kv_train_set_free(out);
     return st;

@@ -46,9 +46,9 @@ typedef struct kv_train_set {
 } kv_train_set;
 
 /* Shapes, documents and hashes of all traces. `held_out` traces at the end of the list may have any seed; the others must not come
- * from a held-out seed of a corpus (below 2^31, contract.md 4). KV_E_USAGE on such a seed; KV_E_DATA when traces differ in model. */
+ * from a held-out seed of a corpus (below 2^31, contract.md 4), nor from an unknown one unless unknown_seeds. KV_E_USAGE on such a seed; KV_E_DATA when traces differ in model. */
 kv_status kv_train_set_open(const char *const *path, int32_t n_path, int32_t held_out,
-                            kv_train_set *out);
+                            bool unknown_seeds, kv_train_set *out);
 /* Reads inputs and computes targets. */
 kv_status kv_train_set_load(kv_train_set *set, const kv_train_need *need);
 void kv_train_set_free(kv_train_set *set);

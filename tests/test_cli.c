@@ -432,5 +432,11 @@ Test(cli, help_and_lists) {
     cr_expect(strstr(said.out, "kvlab "), "%s", said.out);
     said = kv_run_command("policies");
     cr_expect_eq(said.code, 0);
-    cr_expect(strstr(said.out, "recent_share=0.5"), "%s", said.out);
+    cr_expect(strstr(said.out, "h2o") && !strstr(said.out, "recent_share"), "%s", said.out);
+    said = kv_run_command("policies -v");
+    cr_expect(strstr(said.out, "recent_share=0.5") && strstr(said.out, "tova"), "%s", said.out);
+    said = kv_run_command("policies h2o");
+    cr_expect(strstr(said.out, "recent_share=0.5") && !strstr(said.out, "tova"), "%s", said.out);
+    said = kv_run_command("policies --quiet h2o,tova");
+    cr_expect(said.code == 0 && !said.out[0], "%s", said.out);
 }

@@ -445,7 +445,7 @@ Test(train, objectives_follow_their_gradients) {
                           .queries = true,
                           .ops = &kv_ops_cpu};
     kv_train_state s;
-    cr_assert_eq(kv_train_set_open(path, 1, 0, &set), KV_OK);
+    cr_assert_eq(kv_train_set_open(path, 1, 0, false, &set), KV_OK);
     cr_assert_eq(kv_train_set_load(&set, &need), KV_OK, "%s", kv_error_message());
     for (int i = 0; i < 3; i++) {
         const kv_net_spec specs[] = {{.n_input = 16, .n_mlp = 8, .window = 8},

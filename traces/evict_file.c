@@ -85,8 +85,8 @@ static kv_status misfit(const char *path, const decisions *d, const char *expect
         path, d->found.path, (long long)n[0], (long long)n[1], (long long)n[2], expected);
 }
 
-kv_status kv_evict_read(const char *path, const char *item, int32_t budget, int32_t n_layer,
-                        int32_t n_kv_head, int64_t n_token, int32_t *out) {
+kv_status kv_evict_check(const char *path, const char *item, int32_t budget, int32_t n_layer,
+                         int32_t n_kv_head, int64_t n_token) {
     kv_status st = KV_OK;
     decisions d;
     char expected[96];
@@ -94,6 +94,17 @@ kv_status kv_evict_read(const char *path, const char *item, int32_t budget, int3
     snprintf(expected, sizeof expected, "[%d][%d][%lld]", n_layer, n_kv_head, (long long)n_token);
     if (d.found.dim[0] != n_layer || d.found.dim[1] != n_kv_head || d.found.dim[2] != n_token)
         KV_TRY(misfit(path, &d, expected));
+out:
+    close_decisions(&d);
+    return st;
+}
+
+kv_status kv_evict_read(const char *path, const char *item, int32_t budget, int32_t n_layer,
+                        int32_t n_kv_head, int64_t n_token, int32_t *out) {
+    kv_status st = KV_OK;
+    decisions d = {.file = -1, .set = -1, .space = -1};
+    KV_TRY(kv_evict_check(path, item, budget, n_layer, n_kv_head, n_token));
+    KV_TRY(open_decisions(path, item, budget, &d));
     for (int64_t l = 0; l < n_layer; l++)
         for (int64_t h = 0; h < n_kv_head; h++)
             KV_TRY(read_head(path, &d, l, h, 0, n_token, out + (l * n_kv_head + h) * n_token));

@@ -25,14 +25,15 @@ typedef struct kv_trace_info {
     const int32_t *token;         /* [n_token] */
     const int32_t *position;      /* [n_token] */
     const uint8_t *kind, *scored; /* [n_token], NULL when the trace has none */
-    const char *const
-        *kind_name; /* [n_kind_name] names of kinds (contract.md 4, or flag_meanings) */
+    const char *const *
+        kind_name; /* [n_kind_name] names of kinds (contract.md 4, or flag_meanings of the first request; others are renumbered) */
     int32_t n_kind_name;
     kv_dtype type; /* storage of q, k, v */
     bool has_hidden, has_gate, has_lse;
     int32_t gate_shift;   /* attribute of gate, -1 when absent */
     uint64_t corpus_seed; /* provenance, valid if has_corpus */
     bool has_corpus;
+    bool has_unknown_seed;  /* some request names the corpus without its seed */
     const char *model_hash; /* weights hash recorded by `record`, "" when absent */
 } kv_trace_info;
 
@@ -96,7 +97,10 @@ kv_status kv_trace_writer_close(kv_trace_writer *w,
 /* Files of decisions (evict.h5): /evict_at/<policy>[:<variant>]/b<budget>, i32[layer][kv_head][n_token]. */
 kv_status kv_evict_read(const char *path, const char *item, int32_t budget, int32_t n_layer,
                         int32_t n_kv_head, int64_t n_token, int32_t *out);
-/* The same for one document of one layer: out [n_kv_head][stride of the span], values as stored. Reads that part only. KV_E_NOINPUT
+/* Only whether it is there (KV_E_NOINPUT) with exactly this shape (KV_E_DATA). */
+kv_status kv_evict_check(const char *path, const char *item, int32_t budget, int32_t n_layer,
+                         int32_t n_kv_head, int64_t n_token);
+/* The same as kv_evict_read for one document of one layer: out [n_kv_head][stride of the span], values as stored. Reads that part only. KV_E_NOINPUT
  * when the file, the item or the budget is absent; KV_E_DATA when layer, heads or tokens do not fit. */
 kv_status kv_evict_read_span(const char *path, const char *item, int32_t budget,
                              const kv_span *span, int32_t *out);

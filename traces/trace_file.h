@@ -43,6 +43,10 @@ kv_status kv_found_read_doubles(const kv_trace *t, const kv_found *f, double *ou
 
 int64_t kv_found_row(const kv_found *f); /* elements of one index of dimension 0 */
 
+enum { KV_MOST_KINDS = 256 };
+/* t->kind_name, and t->kind in the numbering of the first request (trace_kinds.c). */
+kv_status kv_trace_load_kinds(kv_trace *t);
+
 /* Small data sets and attributes into t->info, after the structure was checked (trace_values.c). */
 kv_status kv_trace_load_values(kv_trace *t);
 

@@ -7,9 +7,6 @@
 #include "reference/core/mem.h"
 #include "traces/trace_file.h"
 
-static const char *const standard_kind[] = {"special",   "value",  "scratch", "name",
-                                            "structure", "filler", "equation"};
-enum { N_STANDARD_KIND = sizeof standard_kind / sizeof *standard_kind, MAX_KIND = 256 };
 enum { MAX_POSITION = 1 << 30 }; /* differences and successors of positions stay within 32 bits */
 
 /* Messages about attributes name their object; this adds the file. */
@@ -91,7 +88,7 @@ static kv_status load_tokens(kv_trace *t) {
     KV_TRY(load_i32(t, KV_ITEM_POSITION, &t->position));
     t->info.token = t->token;
     t->info.position = t->position;
-    KV_TRY(load_u8(t, KV_ITEM_KIND, MAX_KIND - 1, &t->kind));
+    KV_TRY(load_u8(t, KV_ITEM_KIND, KV_MOST_KINDS - 1, &t->kind));
     KV_TRY(load_u8(t, KV_ITEM_SCORED, 3, &t->scored));
     t->info.kind = t->kind;
     t->info.scored = t->scored;
@@ -227,61 +224,6 @@ out:
     return st;
 }
 
-/* The word of kind value `at`. */
-static kv_status set_kind_name(kv_trace *t, int32_t at, const char *word) {
-    free(t->kind_name[at]);
-    t->kind_name[at] = kv_strdup(word);
-    if (at >= t->info.n_kind_name) t->info.n_kind_name = at + 1;
-    return t->kind_name[at] ? KV_OK : KV_E_INTERNAL;
-}
-
-/* flag_meanings names the values flag_values (default 0, 1, …) of a data set, as CF conventions do. */
-static kv_status load_flag_meanings(kv_trace *t, hid_t set, const char *path, char *meanings) {
-    kv_status st = KV_OK;
-    char *word[MAX_KIND], *rest = NULL, number[16];
-    double value[MAX_KIND];
-    bool has_values;
-    size_t n = 0;
-    for (char *w = strtok_r(meanings, " ", &rest); w && n < MAX_KIND;
-         w = strtok_r(NULL, " ", &rest))
-        word[n++] = w;
-    KV_TRY(in_file(t, kv_h5_get_reals(set, path, "flag_values", n, &has_values, value)));
-    for (size_t i = 0; i < n; i++) {
-        if (!has_values) value[i] = (double)i;
-        if (!(value[i] >= 0 && value[i] < MAX_KIND))
-            KV_RAISE(KV_E_DATA, "%s: %s attribute flag_values holds %g, expected 0..%d", t->path,
-                     path, value[i], MAX_KIND - 1);
-        KV_TRY(set_kind_name(t, (int32_t)value[i], word[i]));
-    }
-    for (int32_t i = 0; i < t->info.n_kind_name; i++) {
-        snprintf(number, sizeof number, "%d", i);
-        if (!t->kind_name[i]) KV_TRY(set_kind_name(t, i, number));
-    }
-out:
-    return st;
-}
-
-static kv_status load_kind_names(kv_trace *t) {
-    kv_status st = KV_OK;
-    hid_t set = -1;
-    char *meanings = NULL;
-    const kv_found *f = &t->desc.request[0].item[KV_ITEM_KIND];
-    KV_NEW(t->kind_name, MAX_KIND);
-    t->info.kind_name = (const char *const *)t->kind_name;
-    if (t->kind) {
-        KV_H5_TRY(set, H5Dopen2(t->file, f->path, H5P_DEFAULT), KV_E_DATA,
-                  "%s: %s cannot be opened", t->path, f->path);
-        KV_TRY(in_file(t, kv_h5_get_text(set, f->path, "flag_meanings", &meanings)));
-    }
-    if (meanings) KV_TRY(load_flag_meanings(t, set, f->path, meanings));
-    for (int32_t i = 0; !meanings && i < N_STANDARD_KIND; i++)
-        KV_TRY(set_kind_name(t, i, standard_kind[i]));
-out:
-    free(meanings);
-    kv_h5_close(set);
-    return st;
-}
-
 /* Provenance of a corpus: attributes seed and corpus (or task) of the requests. The smallest seed counts, because `train` must
  * not see a single held-out one. */
 static kv_status load_corpus(kv_trace *t, hid_t group, const char *path) {
@@ -291,7 +233,9 @@ static kv_status load_corpus(kv_trace *t, hid_t group, const char *path) {
     KV_TRY(in_file(t, kv_h5_get_number(group, path, "seed", &seed)));
     KV_TRY(in_file(t, kv_h5_get_text(group, path, "corpus", &corpus)));
     if (!corpus) KV_TRY(in_file(t, kv_h5_get_text(group, path, "task", &corpus)));
-    if (!seed.present || !corpus || strncmp(corpus, "reasoning", 9) != 0) goto out;
+    if (!corpus || strncmp(corpus, "reasoning", 9) != 0) goto out;
+    if (!seed.present) t->info.has_unknown_seed = true;
+    if (!seed.present) goto out;
     if (!t->info.has_corpus || seed.bits < t->info.corpus_seed) t->info.corpus_seed = seed.bits;
     t->info.has_corpus = true;
 out:
@@ -363,7 +307,7 @@ kv_status kv_trace_load_values(kv_trace *t) {
     KV_TRY(check_query_pos(t));
     KV_TRY(load_documents(t));
     KV_TRY(load_model(t));
-    KV_TRY(load_kind_names(t));
+    KV_TRY(kv_trace_load_kinds(t));
     KV_TRY(load_gate_shift(t));
     KV_TRY(load_provenance(t));
 out:

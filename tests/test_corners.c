@@ -1,0 +1,164 @@
+/* Corners of runs and traces: results that lost a file, decision files of another trace, odd kind names, requests that number kinds
+ * differently, corpora without a seed, the cache making room. */
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "experiments/cache.h"
+#include "experiments/train_set.h"
+#include "tests/naive/mutate_hdf5.h"
+#include "tests/naive/run_kvlab.h"
+#include "tests/naive/small_trace.h"
+
+static const char *place;
+
+static char *at(const char *name) {
+    static char path[4][512];
+    static int turn;
+    char *out = path[turn++ % 4];
+    snprintf(out, sizeof path[0], "%s/%s", place, name);
+    return out;
+}
+
+static void open_place(void) {
+    place = kv_playground_open();
+    cr_assert_not_null(place);
+    small_trace *f = malloc(sizeof *f);
+    small_trace_make(f);
+    cr_assert_eq(small_trace_write(f, at("t.h5")), KV_OK, "%s", kv_error_message());
+    free(f);
+}
+
+static void close_place(void) { kv_playground_close(); }
+
+TestSuite(corners, .init = open_place, .fini = close_place);
+
+#define RUN "experiment --sinks 2 --window 8 --trace t.h5 "
+
+Test(corners, a_result_that_lost_a_file_is_made_again) {
+    static const char *const lost[] = {"a/metrics.csv", "a/evict.h5", "a/summary.json"};
+    const char *arguments = RUN "--policy h2o --budget 24 --save-evict --output a";
+    kv_said said = kv_run_command(arguments);
+    cr_assert_eq(said.code, 0, "%s", said.err);
+    for (size_t i = 0; i < sizeof lost / sizeof *lost; i++) {
+        cr_assert_eq(unlink(at(lost[i])), 0, "%s", lost[i]);
+        said = kv_run_command(arguments);
+        cr_expect_eq(said.code, 0, "%s: %s", lost[i], said.err);
+        cr_expect_null(strstr(said.err, "run before"), "%s: %s", lost[i], said.err);
+        cr_expect_eq(access(at(lost[i]), R_OK), 0, "%s is not there again", lost[i]);
+    }
+    said = kv_run_command(arguments);
+    cr_expect(strstr(said.err, "run before"), "%s", said.err);
+}
+
+Test(corners, decisions_of_another_trace_are_refused) {
+    static const struct {
+        int layers, heads, tokens;
+    } shape[] = {{FX_LAYER + 1, FX_KV, FX_TOKEN},
+                 {FX_LAYER, FX_KV, FX_TOKEN + 1},
+                 {1, FX_KV, FX_TOKEN},
+                 {FX_LAYER, FX_KV + 1, FX_TOKEN},
+                 {FX_LAYER, FX_KV, FX_TOKEN}};
+    for (size_t i = 0; i < sizeof shape / sizeof *shape; i++) {
+        const int n = shape[i].layers * shape[i].heads * shape[i].tokens;
+        int32_t *e = malloc((size_t)n * sizeof *e);
+        kv_evict_writer *w;
+        for (int j = 0; j < n; j++) e[j] = KV_NEVER;
+        cr_assert_eq(kv_evict_writer_open(at("e.h5"), &w), KV_OK, "%s", kv_error_message());
+        cr_assert_eq(
+            kv_evict_writer_add(w, "mine", 24, shape[i].layers, shape[i].heads, shape[i].tokens, e),
+            KV_OK);
+        cr_assert_eq(kv_evict_writer_close(w), KV_OK);
+        kv_said said =
+            kv_run_command(RUN "--policy file:path=e.h5:item=mine --budget 24 --force --output b");
+        const bool fits = i == 4;
+        cr_expect_eq(said.code, fits ? 0 : 65, "case %zu: %s", i, said.err);
+        cr_expect(fits || (strstr(said.err, "e.h5") && strstr(said.err, "t.h5")), "%s", said.err);
+        free(e);
+    }
+}
+
+/* Names that are no UTF-8 or stand twice give way to the number of the kind. */
+Test(corners, every_kind_has_a_key) {
+    cr_assert_eq(mutate(at("t.h5"), &(mutation){.kind = SET_TEXT,
+                                                .object = "/requests/r00000/kind",
+                                                .name = "flag_meanings",
+                                                .text = "one \xff\xfe two two five six seven"}),
+                 0);
+    kv_said said = kv_run_command(RUN "--policy streaming --budget 24 --output a");
+    cr_assert_eq(said.code, 0, "%s", said.err);
+    json_t *s = kv_load_json("a/summary.json");
+    const json_t *kinds =
+        json_object_get(json_array_get(json_object_get(s, "results"), 0), "recall_by_kind");
+    static const char *const key[] = {"one", "1", "two", "3", "five", "six", "seven"};
+    cr_expect_eq(json_object_size(kinds), 7);
+    for (size_t i = 0; i < 7; i++)
+        cr_expect(json_object_get(kinds, key[i]), "recall_by_kind lacks %s", key[i]);
+    json_decref(s);
+}
+
+Test(corners, requests_are_brought_to_one_numbering_of_kinds) {
+    static const char *const standard[] = {"special",   "value",  "scratch", "name",
+                                           "structure", "filler", "equation"};
+    kv_trace *t = NULL;
+    uint8_t before[FX_TOKEN];
+    cr_assert_eq(kv_trace_open(at("t.h5"), &t), KV_OK, "%s", kv_error_message());
+    memcpy(before, kv_trace_get(t)->kind, sizeof before);
+    kv_trace_close(t);
+    cr_assert_eq(mutate(at("t.h5"), &(mutation){.kind = COPY_REQUEST, .name = "early"}), 0);
+    cr_assert_eq(mutate(at("t.h5"), &(mutation){.kind = SET_TEXT,
+                                                .object = "/requests/early/kind",
+                                                .name = "flag_meanings",
+                                                .text = "equation value special user a b c"}),
+                 0);
+    cr_assert_eq(kv_trace_open(at("t.h5"), &t), KV_OK, "%s", kv_error_message());
+    const kv_trace_info *i = kv_trace_get(t);
+    cr_expect_eq(i->n_kind_name,
+                 11); /* seven of the first request, scratch name structure filler */
+    cr_expect_str_eq(i->kind_name[3], "user");
+    for (int x = 0; x < FX_TOKEN; x++) {
+        cr_expect_eq(i->kind[x], before[x], "the first request keeps its numbers");
+        cr_expect_str_eq(i->kind_name[i->kind[FX_TOKEN + x]], standard[before[x]], "token %d", x);
+    }
+    kv_trace_close(t);
+}
+
+Test(corners, a_corpus_without_a_seed_is_not_trained_on_unasked) {
+    const char *path[] = {at("t.h5")};
+    kv_train_set set;
+    cr_assert_eq(kv_train_set_open(path, 1, 0, false, &set), KV_OK, "%s", kv_error_message());
+    kv_train_set_free(&set);
+    cr_assert_eq(
+        mutate(path[0],
+               &(mutation){.kind = DROP_ATTRIBUTE, .object = "/requests/r00000", .name = "seed"}),
+        0);
+    cr_expect_eq(kv_train_set_open(path, 1, 0, false, &set), KV_E_USAGE);
+    cr_expect(strstr(kv_error_message(), "t.h5") && strstr(kv_error_message(), "--force"), "%s",
+              kv_error_message());
+    cr_expect_eq(kv_train_set_open(path, 1, 1, false, &set), KV_OK, "a held-out trace may be any");
+    kv_train_set_free(&set);
+    cr_expect_eq(kv_train_set_open(path, 1, 0, true, &set), KV_OK, "%s", kv_error_message());
+    kv_train_set_free(&set);
+}
+
+Test(corners, the_cache_gives_its_fresh_files_back) {
+    int32_t *x = calloc(100, sizeof *x), *y = NULL;
+    x[99] = 7;
+    kv_cached out = {.name = "x",
+                     .key = {1, 2},
+                     .n_array = 1,
+                     .array = {(void **)&x},
+                     .bytes = {400}},
+              in = out;
+    in.array[0] = (void **)&y;
+    kv_cache_store(at("cache"), &out);
+    cr_assert(kv_cache_load(at("cache"), &in), "is less than 256 MiB of the disk free?");
+    cr_expect_eq(y[99], 7);
+    cr_expect_eq(kv_cache_drop_fresh(), 1);
+    cr_expect_eq(kv_cache_drop_fresh(), 0);
+    cr_expect(!kv_cache_load(at("cache"), &in));
+    free(x);
+    free(y);
+}
