@@ -52,9 +52,9 @@ bundle: kvlab
 	$(Q)$(CC) $(LDFLAGS) -Wl,--disable-new-dtags,-rpath,'$$ORIGIN' $(BUILD)/experiments/main.o $(LIB) $(CUDA_LIBS) $(LDLIBS) -o bundle/lib/kvlab
 	@ldd bundle/lib/kvlab | awk '$$3 ~ /^\// {print $$3}' | grep -vE '/($(BUNDLE_SYSTEM))\.so' | xargs -I{} cp -L {} bundle/lib/
 	@strip bundle/lib/*
-	@tar -C bundle -czf bundle/lib.tar.gz lib
+	@tar -C bundle -cJf bundle/lib.tar.xz lib
 	@rm -r bundle/lib
-	@printf '#!/bin/sh\nhere=$$(dirname "$$(readlink -f "$$0")")\n[ -x "$$here/lib/kvlab" ] || tar -C "$$here" -xzf "$$here/lib.tar.gz"\nexec "$$here/lib/kvlab" "$$@"\n' >bundle/kvlab
+	@printf '#!/bin/sh\nhere=$$(dirname "$$(readlink -f "$$0")")\n[ -x "$$here/lib/kvlab" ] || tar -C "$$here" -xJf "$$here/lib.tar.xz"\nexec "$$here/lib/kvlab" "$$@"\n' >bundle/kvlab
 	@chmod +x bundle/kvlab
 	@cp -r policies/weights bundle/policies/ 2>/dev/null || true
 	@cp -r traces/model bundle/traces/
