@@ -46,6 +46,11 @@ void kv_verify_decisions(kv_verify *v, const char *what, int64_t cells, int64_t 
 /* The current case cannot be computed by the device. Counted, never passed. */
 void kv_verify_unsupported(kv_verify *v, const char *why);
 
+/* kv_metrics_measure on the device, from the arrays of an item with dense results and masked. */
+struct kv_metrics_item;
+kv_status kv_verify_measure(kv_gpu *g, const kv_run *run, const struct kv_metrics_item *item,
+                            kv_layer_sums *sums);
+
 /* Operations, each in its own file. */
 kv_status kv_verify_dense(kv_verify *v);
 kv_status kv_verify_masked(kv_verify *v);
