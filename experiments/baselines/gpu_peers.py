@@ -235,7 +235,7 @@ def torch_loop(data, reduce_sum):
         if reduce_sum:
             total.add_(p.sum(1))
             at = total[:, :BUDGET // 2].argmin(-1)
-            total[row, at] = 0
+            total.scatter_(1, at[:, None], 0.0)
         else:
             at = p.mean(1).argmin(-1)
         keys[row, at] = fresh
