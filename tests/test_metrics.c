@@ -48,7 +48,8 @@ static void measure(const naive_document *doc, int32_t n_doc, const kv_metrics_s
         cr_assert_eq(kv_masked_compute(doc[i].span, &want_masked, &masked), KV_OK);
         const kv_metrics_item item = {.span = doc[i].span,
                                       .dense = &dense,
-                                      .masked = &masked,
+                                      .masked = i % 2 ? NULL : &masked, /* or by itself */
+                                      .ops = i % 2 ? &kv_ops_cpu : NULL,
                                       .evict_at = doc[i].evict_at,
                                       .evict_oracle = doc[i].evict_oracle,
                                       .evict_own = doc[i].evict_own,
