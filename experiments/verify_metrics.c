@@ -112,7 +112,7 @@ static kv_status problem_make(const shape *s, problem *p) {
     decide(s, 1, p->stride, p->oracle);
     decide(s, 2, p->stride, p->own);
     for (int64_t t = 0; t < p->stride; t++)
-        p->kind[t] = t % 7 == 0 ? 255 : (uint8_t)(t % KIND_COUNT);
+        p->kind[t] = (uint8_t)(t % 7 == 0 ? 255 : t % KIND_COUNT);
 out:
     return st;
 }
