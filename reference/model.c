@@ -304,6 +304,7 @@ kv_status kv_model_forward(const kv_model *model, const int32_t *token, const in
             KV_TRY(finish_layer(&w, l, layer, first,
                                 n_token - first < CHUNK ? n_token - first : CHUNK));
         }
+        if (model->tensors) kv_tensors_rest(model->tensors);
     }
     if (hooks && hooks->logits) KV_TRY(head(&w));
 out:

@@ -63,6 +63,10 @@ kv_status kv_tensor_read(const kv_tensors *set, const kv_tensor *t, float *out) 
     return KV_OK;
 }
 
+void kv_tensors_rest(const kv_tensors *set) {
+    if (set->rest) set->rest(set->backing);
+}
+
 void kv_tensors_free(kv_tensors *set) {
     for (int32_t i = 0; i < set->n_tensor; i++) free(set->tensor[i].name);
     for (int32_t i = 0; i < set->n_meta; i++) {

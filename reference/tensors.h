@@ -27,6 +27,7 @@ typedef struct kv_tensors {
     uint64_t hash[2]; /* XXH3-128 of the whole content (high, low) */
     void *backing;    /* owned by the loader */
     void (*release)(void *backing);
+    void (*rest)(void *backing); /* NULL: nothing to give back */
 } kv_tensors;
 
 const kv_tensor *kv_tensors_find(const kv_tensors *set, const char *name); /* NULL if absent */
@@ -38,6 +39,10 @@ kv_status kv_tensors_get(const kv_tensors *set, const char *name, int32_t n_dim,
 
 /* Elements widened to fp32 into out[n_element]; KV_E_DATA on NaN or infinity. */
 kv_status kv_tensor_read(const kv_tensors *set, const kv_tensor *t, float *out);
+
+/* Data that were read leave memory until they are read again (a file behind them stays open), so that a walk over the layers of a
+ * model needs the memory of one. */
+void kv_tensors_rest(const kv_tensors *set);
 
 void kv_tensors_free(kv_tensors *set);
 

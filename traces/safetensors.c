@@ -48,6 +48,22 @@ static void unmap(void *backing) {
     free(m);
 }
 
+/* The mapping is private and never written: its pages come back from the file. */
+static void rest(void *backing) {
+    const mappings *m = backing;
+    for (int32_t i = 0; i < m->n; i++) madvise(m->map[i].base, m->map[i].size, MADV_DONTNEED);
+}
+
+/* Hashed in pieces that leave memory, for files larger than it. */
+static void hash_file(const mapping *m, XXH3_state_t *hash) {
+    const size_t piece = (size_t)16 << 20;
+    for (size_t first = 0; first < m->size; first += piece) {
+        const size_t n = m->size - first < piece ? m->size - first : piece;
+        XXH3_128bits_update(hash, (const char *)m->base + first, n);
+        madvise((char *)m->base + first, n, MADV_DONTNEED);
+    }
+}
+
 static kv_status map_file(const char *path, mapping *out) {
     kv_status st = KV_OK;
     struct stat info;
@@ -248,6 +264,7 @@ static kv_status open_files(const char *path, char *const *file, int32_t n, kv_t
     mappings *m = kv_mem_new(1, sizeof *m + (size_t)n * sizeof *m->map);
     out->backing = m;
     out->release = m ? unmap : NULL;
+    out->rest = m ? rest : NULL;
     out->path = kv_strdup(path);
     if (!hash || !m || !out->path) {
         st = KV_E_INTERNAL;
@@ -258,7 +275,7 @@ static kv_status open_files(const char *path, char *const *file, int32_t n, kv_t
         KV_TRY(map_file(file[i], &m->map[i]));
         m->n++;
         KV_TRY(parse_file(file[i], &m->map[i], out));
-        XXH3_128bits_update(hash, m->map[i].base, m->map[i].size);
+        hash_file(&m->map[i], hash);
     }
     XXH128_hash_t digest = XXH3_128bits_digest(hash);
     out->hash[0] = digest.high64;
