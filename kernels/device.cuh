@@ -82,6 +82,11 @@ template <class F> static kv_status kv_allow_shared(const kv_gpu *g, F *kernel, 
 // [0, n_token). Shared layout of a tile: [head_dim/64][rows][64]. half and bfloat16 only.
 kv_status kv_tile_map(const kv_gpu_span *s, const kv_gpu_buffer *data, int32_t n_head, int32_t rows,
                       CUtensorMap *out);
+// The same of any 2-byte matrices [n_head][n_row][columns], rows `ld` and heads `head_stride` elements apart (multiples of 8, data on
+// 16 bytes), in boxes of rows x box_columns; columns are multiples of 64.
+kv_status kv_tile_map_of(const void *data, kv_dtype type, int64_t n_row, int64_t ld, int32_t columns,
+                         int64_t n_head, int64_t head_stride, int32_t rows, int32_t box_columns,
+                         CUtensorMap *out);
 
 static inline int32_t kv_div_up(int32_t a, int32_t b) { return (a + b - 1) / b; }
 

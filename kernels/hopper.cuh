@@ -58,12 +58,12 @@ template <int N> struct ring {
     }
 };
 
-// Tile (all columns, rows from `row`) of a kv_tile_map into shared memory.
+// Tile (rows from `row`, columns from 64 `block`) of a kv_tile_map into shared memory.
 __device__ __forceinline__ void load_tile(void *to, const CUtensorMap *map, int32_t row,
-                                          int32_t head, uint64_t *b) {
+                                          int32_t head, uint64_t *b, int32_t block = 0) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(to)),
-                 "l"(map), "r"(0), "r"(row), "r"(0), "r"(head), "r"(shared_address(b))
+                 "l"(map), "r"(0), "r"(row), "r"(block), "r"(head), "r"(shared_address(b))
                  : "memory");
 }
 __device__ __forceinline__ void load_bytes(void *to, const void *from, uint32_t bytes,
@@ -98,6 +98,10 @@ template <int N> __device__ __forceinline__ void pin(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int N> __device__ __forceinline__ void pin(uint32_t (&a)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
+}
 
 // Matrix descriptors of 128-byte-swizzled tiles [halves][rows][64] of 2-byte elements: address, leading and stride offsets in
 // 16-byte units, swizzle mode 1. K-major (rows are m or n): groups of 8 rows are 1024 bytes apart. N-major (rows are k, operand
@@ -131,31 +135,34 @@ __device__ __forceinline__ constexpr uint64_t step_n_major(int i) {
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// D[64][N] (+)= A[64][16] B[N][16]^T, fp32 accumulation. ss: both operands K-major in shared memory. rs: A in registers (pairs of
-// the accumulator layout), B N-major, that is B[16][N].
+// D[64][N] (+)= A[64][16] B[N][16]^T, fp32 accumulation. ss: both operands in shared memory, K-major or, where TA or TB is 1, M- or
+// N-major, that is A[16][64], B[16][N]. rs: A in registers (pairs of the accumulator layout), B N-major unless TB is 0.
 template <class T, int N> struct mma;
-#define KV_MMA(TYPE, NAME, N, LIST, REGS, X0, X1, X2, X3, X4, X5) \
+#define KV_MMA(TYPE, NAME, N, LIST, REGS, X0, X1, X2, X3, X4, X5, X6) \
     template <> struct mma<TYPE, N> { \
+        template <int TA = 0, int TB = 0> \
         static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, \
                                                   int accumulate) { \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " X2 ", 0;\n" \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME \
-                         " {" LIST "}, " X0 ", " X1 ", p, 1, 1, 0, 0;\n}" \
+                         " {" LIST "}, " X0 ", " X1 ", p, 1, 1, " X3 ", " X4 ";\n}" \
                          : REGS(d) \
-                         : "l"(a), "l"(b), "r"(accumulate)); \
+                         : "l"(a), "l"(b), "r"(accumulate), "n"(TA), "n"(TB)); \
         } \
+        template <int TB = 1> \
         static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t *a, \
                                                   uint64_t b, int accumulate) { \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " X5 ", 0;\n" \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME \
-                         " {" LIST "}, {" X0 ", " X1 ", " X2 ", " X3 "}, " X4 ", p, 1, 1, 1;\n}" \
+                         " {" LIST "}, {" X0 ", " X1 ", " X2 ", " X3 "}, " X4 ", p, 1, 1, " X6 ";\n}" \
                          : REGS(d) \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), \
+                           "n"(TB)); \
         } \
     }
 #define KV_MMA_TYPE(TYPE, NAME) \
-    KV_MMA(TYPE, NAME, 64, KV_LIST32, KV_R32, "%32", "%33", "%34", "%35", "%36", "%37"); \
-    KV_MMA(TYPE, NAME, 128, KV_LIST64, KV_R64, "%64", "%65", "%66", "%67", "%68", "%69")
+    KV_MMA(TYPE, NAME, 64, KV_LIST32, KV_R32, "%32", "%33", "%34", "%35", "%36", "%37", "%38"); \
+    KV_MMA(TYPE, NAME, 128, KV_LIST64, KV_R64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 KV_MMA_TYPE(__half, "f16");
 KV_MMA_TYPE(__nv_bfloat16, "bf16");
 #undef KV_MMA_TYPE

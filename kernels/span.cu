@@ -258,32 +258,38 @@ void kv_gpu_span_shape(const kv_gpu_span *s, int32_t *n_q_head, int32_t *n_token
     if (head_dim) *head_dim = s->head_dim_in;
 }
 
-kv_status kv_tile_map(const kv_gpu_span *s, const kv_gpu_buffer *data, int32_t n_head, int32_t rows,
-                      CUtensorMap *out) {
+kv_status kv_tile_map_of(const void *data, kv_dtype type, int64_t n_row, int64_t ld, int32_t columns,
+                         int64_t n_head, int64_t head_stride, int32_t rows, int32_t box_columns,
+                         CUtensorMap *out) {
     typedef CUresult encode_fn(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
                                const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
                                const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
     // From the driver at run time, so that kvlab starts on machines without one.
-    void *entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    KV_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                             cudaEnableDefault, &found));
+    static void *entry;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSuccess;
+    if (!entry)
+        KV_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
+                                                 cudaEnableDefault, &found));
     if (found != cudaDriverEntryPointSuccess)
         return KV_FAIL(KV_E_UNAVAILABLE, "the NVIDIA driver lacks tensor maps (12.0 or newer has "
                                          "them); set KV_GPU_PATH=portable");
-    const cuuint64_t row = (cuuint64_t)s->head_dim * 2, n = (cuuint64_t)s->n_token;
-    const cuuint64_t size[4] = {64, n, (cuuint64_t)s->head_dim / 64, (cuuint64_t)n_head};
-    const cuuint64_t stride[3] = {row, 128, n * row};
-    const cuuint32_t box[4] = {64, (cuuint32_t)rows, (cuuint32_t)s->head_dim / 64, 1};
+    const cuuint64_t size[4] = {64, (cuuint64_t)n_row, (cuuint64_t)columns / 64, (cuuint64_t)n_head};
+    const cuuint64_t stride[3] = {(cuuint64_t)ld * 2, 128, (cuuint64_t)head_stride * 2};
+    const cuuint32_t box[4] = {64, (cuuint32_t)rows, (cuuint32_t)box_columns / 64, 1};
     const cuuint32_t step[4] = {1, 1, 1, 1};
     const CUresult r = ((encode_fn *)entry)(
-        out,
-        s->type == KV_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-        data->data, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        out, type == KV_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+        const_cast<void *>(data), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (r != CUDA_SUCCESS)
         return KV_FAIL(KV_E_INTERNAL, "cuTensorMapEncodeTiled: CUDA driver error %d", (int)r);
     return KV_OK;
+}
+
+kv_status kv_tile_map(const kv_gpu_span *s, const kv_gpu_buffer *data, int32_t n_head, int32_t rows,
+                      CUtensorMap *out) {
+    return kv_tile_map_of(data->data, s->type, s->n_token, s->head_dim, s->head_dim, n_head,
+                          (int64_t)s->n_token * s->head_dim, rows, s->head_dim, out);
 }
