@@ -20,13 +20,12 @@ struct pack_args {
 };
 
 template <class T> __global__ void pack_kernel(pack_args a, T *out) {
-    const int lane = (int)blockIdx.y;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < a.n_param;
-         i += (int64_t)gridDim.x * blockDim.x)
-        for (int p = 0; p < KV_NET_PARTS; p++)
-            if (i >= a.at[p] && i < a.at[p] + a.size[p])
-                out[lane * a.n_packed + a.packed_at[p] + i - a.at[p]] =
-                    kv_slim<T>(a.param[lane * a.n_param + i]);
+    const float *from = a.param + blockIdx.y * a.n_param;
+    out += blockIdx.y * a.n_packed;
+    for (int p = 0; p < KV_NET_PARTS; p++)
+        for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < a.size[p];
+             i += (int64_t)gridDim.x * blockDim.x)
+            out[a.packed_at[p] + i] = kv_slim<T>(from[a.at[p] + i]);
 }
 
 template <class T> kv_status pack(kv_gpu_net *net, const float *param) {
@@ -41,7 +40,7 @@ template <class T> kv_status pack(kv_gpu_net *net, const float *param) {
         a.size[p] = net->layout.part[p].rows * (cols ? cols : 1);
     }
     KV_RETURN(net->reserve(NET_PARAM, (size_t)net->n_lane * (size_t)net->n_packed * sizeof(T)));
-    pack_kernel<<<dim3(64, (unsigned)net->n_lane), 256, 0, net->gpu->stream>>>(
+    pack_kernel<<<dim3(128, (unsigned)net->n_lane), 256, 0, net->gpu->stream>>>(
         a, net->at<T>(NET_PARAM));
     KV_CUDA(cudaGetLastError());
     return KV_OK;

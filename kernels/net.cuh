@@ -10,7 +10,7 @@
 #include "kernels/blas.cuh"
 #include "reference/scorer.h"
 
-constexpr int KV_CHUNK = 64;
+constexpr int KV_CHUNK = 128;
 
 enum kv_net_array { // device arrays of a network
     NET_TOKEN,      // int32 [row] token of the row, -1: none
@@ -22,7 +22,8 @@ enum kv_net_array { // device arrays of a network
     NET_MLP,     // T [lane][row][n_mlp] before silu, without the bias; later its gradient
     NET_FEATURE, // T [lane][row][wide] before silu, without the bias; later its gradient
     NET_F,       // T [lane][row][wide] after silu
-    NET_PROJECT, // T [lane][row][n_project]: q~, k~, v~, 1
+    NET_PROJECT, // T [lane][row][n_project]: q~, k~, v~, and 1 without a norm
+    NET_PRE,     // float2 [lane][row] pre-activations of the gates without their biases
     NET_GATE,    // kv_gate [lane][row]
     NET_TOTAL, // double2 [lane][chunk]: sum of log sigmoid f, largest log strength at the chunk's end
     NET_LEVEL, // double [lane][chunk] log scale of the memory at the chunk's start
@@ -47,7 +48,10 @@ enum kv_net_array { // device arrays of a network
     NET_LATER,      // double [lane][chunk]
     NET_D_GATE,     // float2 [lane][row]
     NET_D_F,        // float [lane][row][wide]
-    NET_PARTIAL,    // float, column sums of parts of the rows
+    NET_SEGMENT, // float [lane][segment][n_key][n_value] the memory at the start of a segment of chunks (fused_memory.cu)
+    NET_D_SEGMENT, // float, same shape: its gradient at the segment's end
+    NET_SPAN,      // float [lane][segment] what a segment leaves of the memory
+    NET_PARTIAL,   // float, column sums of parts of the rows
     NET_ARRAYS
 };
 
@@ -69,8 +73,9 @@ struct kv_gpu_net {
 
     int32_t wide() const { return spec.n_feature ? spec.n_feature : spec.n_input; }
     int32_t n_augmented() const { return spec.n_value + !spec.norm; }
-    int32_t n_used() const { return 2 * spec.n_key + spec.n_value + 1; }
-    int32_t n_project() const { return (n_used() + 7) / 8 * 8; } // rows start on 16 bytes
+    int32_t n_used() const { return 2 * spec.n_key + spec.n_value; }
+    // Without a norm the readout divides by a sum, which a value of 1 collects. Rows start on 16 bytes.
+    int32_t n_project() const { return (n_used() + !spec.norm + 7) / 8 * 8; }
     int32_t delay() const { return spec.delay ? spec.window : 0; }
     int64_t rows() const { return (int64_t)n_lane * n_row; }
     size_t element() const { return exact ? 4 : 2; }
@@ -98,6 +103,10 @@ template <class T>
 kv_status kv_net_tokens_forward(kv_gpu_net *net, const float *param, float *rhat);
 template <class T>
 kv_status kv_net_tokens_backward(kv_gpu_net *net, const float *param, const float *e, float *grad);
+// Gates from their pre-activations, log scales of the memory, factors of the rows; and the gradients of the gates from NET_DIFFERENCE
+// and k~.dk~ in NET_D_GATE (net_levels.cu).
+kv_status kv_net_levels(kv_gpu_net *net, const float *param);
+kv_status kv_net_gate_gradients(kv_gpu_net *net);
 // The memory (net_memory.cu): rhat += a . silu(h), or =.
 template <class T>
 kv_status kv_net_memory_forward(kv_gpu_net *net, const float *param, float *rhat);

@@ -5,7 +5,7 @@
 // double until the exponential is taken, so no product sees a number larger than 1 times its inputs.
 #include <algorithm>
 
-#include "kernels/net.cuh"
+#include "kernels/fused.cuh"
 
 namespace {
 
@@ -13,63 +13,6 @@ constexpr int THREADS = 256, WARPS = THREADS / 32;
 
 unsigned blocks(int64_t n) {
     return (unsigned)std::min<int64_t>((n + THREADS - 1) / THREADS, 1 << 16);
-}
-
-// Sum of log sigmoid f and largest log strength at the end, of every chunk.
-__global__ void total_kernel(const kv_gate *gate, int64_t chunks, double2 *total) {
-    const int64_t c = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (c >= chunks) return;
-    double b = 0, top = -INFINITY;
-    for (int j = 0; j < KV_CHUNK; j++) {
-        const kv_gate g = gate[c * KV_CHUNK + j];
-        b += g.keep;
-        top = fmax(top, g.in - b);
-    }
-    total[c] = make_double2(b, b + top);
-}
-
-// Log scale at every chunk's start and what the chunk leaves of the memory; a thread per lane.
-__global__ void level_kernel(const double2 *total, const int32_t *edge, int n_lane, int n_chunk,
-                             double *level, float *fade) {
-    const int lane = (int)(blockIdx.x * blockDim.x + threadIdx.x);
-    if (lane >= n_lane) return;
-    double m = 0;
-    for (int c = 0; c < n_chunk; c++) {
-        const double2 t = total[(int64_t)lane * n_chunk + c];
-        if (edge[c] & 1) m = 0;
-        const double next = fmax(t.x + m, t.y);
-        level[(int64_t)lane * n_chunk + c] = m;
-        fade[(int64_t)lane * n_chunk + c] = (float)exp(t.x + m - next);
-        m = next;
-    }
-}
-
-// Levels inside a chunk, a block of KV_CHUNK threads each.
-__global__ void row_kernel(const kv_gate *gate, const double *level, const int32_t *read, int n_row,
-                           double scale, double2 *from, float4 *factor) {
-    __shared__ double in[KV_CHUNK], keep[KV_CHUNK], last_b, last_mu;
-    const int j = (int)threadIdx.x;
-    const int64_t chunk = blockIdx.x, row = chunk * KV_CHUNK + j;
-    const kv_gate g = gate[row];
-    in[j] = g.in;
-    keep[j] = g.keep;
-    __syncthreads();
-    double b = 0, best = level[chunk];
-    for (int i = 0; i <= j; i++) {
-        b += keep[i];
-        best = fmax(best, in[i] - b);
-    }
-    const double mu = b + best;
-    if (j == KV_CHUNK - 1) {
-        last_b = b;
-        last_mu = mu;
-    }
-    __syncthreads();
-    from[row] = make_double2(b - mu, g.in - b);
-    const bool reads = read[row % n_row] >= 0;
-    factor[row] = make_float4((float)exp(last_b - b + g.in - last_mu),
-                              reads ? (float)(scale * exp(b + level[chunk] - mu)) : 0.0f,
-                              (float)exp(-mu), 0.0f);
 }
 
 // Columns of the projections times a factor of their row: key by fresh, value by fresh, query (of the token read for) by carried.
@@ -253,41 +196,6 @@ __global__ void difference_kernel(const T *project, const float *d_project, cons
     d_gate[row].x = key;
 }
 
-// Sum of a chunk's differences; then, by one thread per lane, of all chunks behind within the document.
-__global__ void later_kernel(const double *difference, const int32_t *edge, int n_chunk,
-                             double *later) {
-    __shared__ double sum[256];
-    const int64_t lane = (int64_t)blockIdx.x * n_chunk;
-    double running = 0; // of thread 0
-    for (int end = n_chunk; end > 0; end -= (int)blockDim.x) {
-        const int c = end - 1 - (int)threadIdx.x;
-        double own = 0;
-        for (int j = 0; c >= 0 && j < KV_CHUNK; j++) own += difference[(lane + c) * KV_CHUNK + j];
-        sum[threadIdx.x] = own;
-        __syncthreads();
-        for (int i = 0; threadIdx.x == 0 && i < (int)blockDim.x && end - 1 - i >= 0; i++) {
-            const int at = end - 1 - i;
-            if (edge[at] & 2) running = 0;
-            later[lane + at] = running;
-            running += sum[i];
-        }
-        __syncthreads();
-    }
-}
-
-__global__ void gate_gradient_kernel(const double *difference, const double *later,
-                                     const kv_gate *gate, int64_t chunks, float2 *d_gate) {
-    const int64_t c = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (c >= chunks) return;
-    double sum = later[c];
-    for (int j = KV_CHUNK - 1; j >= 0; j--) {
-        const int64_t row = c * KV_CHUNK + j;
-        sum += difference[row];
-        const kv_gate g = gate[row];
-        d_gate[row] = make_float2((float)(d_gate[row].x * g.d_in), (float)(sum * g.d_keep));
-    }
-}
-
 // Strided batches over the chunks of all lanes. The slack of the first lane is left out: nothing is read for there, and the rows
 // before it do not exist.
 template <class T> struct memory {
@@ -363,29 +271,6 @@ template <class T> struct memory {
         return KV_OK;
     }
 
-    kv_status levels() const {
-        const size_t chunks = (size_t)net->n_lane * (size_t)net->n_chunk, all = (size_t)net->rows();
-        cudaStream_t stream = net->gpu->stream;
-        KV_RETURN(net->reserve(NET_TOTAL, chunks * sizeof(double2)));
-        KV_RETURN(net->reserve(NET_LEVEL, chunks * sizeof(double)));
-        KV_RETURN(net->reserve(NET_FADE, chunks * sizeof(float)));
-        KV_RETURN(net->reserve(NET_FROM, all * sizeof(double2)));
-        KV_RETURN(net->reserve(NET_SCALE, all * sizeof(float4)));
-        total_kernel<<<blocks((int64_t)chunks), THREADS, 0, stream>>>(
-            net->at<kv_gate>(NET_GATE), (int64_t)chunks, net->at<double2>(NET_TOTAL));
-        KV_CUDA(cudaGetLastError());
-        level_kernel<<<(unsigned)kv_div_up(net->n_lane, 32), 32, 0, stream>>>(
-            net->at<double2>(NET_TOTAL), net->at<int32_t>(NET_EDGE), net->n_lane, net->n_chunk,
-            net->at<double>(NET_LEVEL), net->at<float>(NET_FADE));
-        KV_CUDA(cudaGetLastError());
-        row_kernel<<<(unsigned)chunks, KV_CHUNK, 0, stream>>>(
-            net->at<kv_gate>(NET_GATE), net->at<double>(NET_LEVEL), net->at<int32_t>(NET_READ),
-            net->n_row, 1 / sqrt((double)nk), net->at<double2>(NET_FROM),
-            net->at<float4>(NET_SCALE));
-        KV_CUDA(cudaGetLastError());
-        return KV_OK;
-    }
-
     readout_args readout(const float *param, float *rhat) const {
         return {net->at<float>(NET_NUM),
                 net->at<float4>(NET_SCALE),
@@ -404,7 +289,7 @@ template <class T> struct memory {
 
     kv_status forward(const float *param, float *rhat) const {
         const size_t chunks = (size_t)net->n_lane * (size_t)net->n_chunk;
-        KV_RETURN(levels());
+        KV_RETURN(kv_net_levels(net, param));
         KV_RETURN(scale(NET_SCALED, nk, nk, false));
         KV_RETURN(scale(NET_QUERY, 0, nk, true));
         KV_RETURN(net->reserve(NET_UPDATE, chunks * (size_t)(nk * na) * 4));
@@ -444,26 +329,17 @@ template <class T> struct memory {
     }
 
     kv_status gate_gradients() const {
-        const size_t all = (size_t)net->rows(), chunks = (size_t)net->n_lane * (size_t)net->n_chunk;
-        cudaStream_t stream = net->gpu->stream;
+        const size_t all = (size_t)net->rows();
         KV_RETURN(net->reserve(NET_DIFFERENCE, all * sizeof(double)));
         KV_RETURN(net->reserve(NET_D_GATE, all * sizeof(float2)));
         KV_RETURN(net->reserve(NET_D_NARROW, all * (size_t)np * sizeof(T)));
-        KV_RETURN(net->reserve(NET_LATER, chunks * sizeof(double)));
-        difference_kernel<<<(unsigned)((net->rows() + WARPS - 1) / WARPS), THREADS, 0, stream>>>(
+        difference_kernel<<<(unsigned)((net->rows() + WARPS - 1) / WARPS), THREADS, 0,
+                            net->gpu->stream>>>(
             net->at<T>(NET_PROJECT), net->at<float>(NET_D_PROJECT), net->at<int32_t>(NET_READ),
             net->n_row, net->delay(), nk, np, net->rows(), net->at<double>(NET_DIFFERENCE),
             net->at<float2>(NET_D_GATE), net->at<T>(NET_D_NARROW));
         KV_CUDA(cudaGetLastError());
-        later_kernel<<<(unsigned)net->n_lane, 256, 0, stream>>>(
-            net->at<double>(NET_DIFFERENCE), net->at<int32_t>(NET_EDGE), net->n_chunk,
-            net->at<double>(NET_LATER));
-        KV_CUDA(cudaGetLastError());
-        gate_gradient_kernel<<<blocks((int64_t)chunks), THREADS, 0, stream>>>(
-            net->at<double>(NET_DIFFERENCE), net->at<double>(NET_LATER), net->at<kv_gate>(NET_GATE),
-            (int64_t)chunks, net->at<float2>(NET_D_GATE));
-        KV_CUDA(cudaGetLastError());
-        return KV_OK;
+        return kv_net_gate_gradients(net);
     }
 
     kv_status backward(const float *param, const float *e, float *grad) const {
@@ -501,11 +377,13 @@ template <class T> struct memory {
 
 template <class T>
 kv_status kv_net_memory_forward(kv_gpu_net *net, const float *param, float *rhat) {
-    return memory<T>(net).forward(param, rhat);
+    return kv_fused_memory(net) ? kv_fused_memory_forward(net, param, rhat)
+                                : memory<T>(net).forward(param, rhat);
 }
 template <class T>
 kv_status kv_net_memory_backward(kv_gpu_net *net, const float *param, const float *e, float *grad) {
-    return memory<T>(net).backward(param, e, grad);
+    return kv_fused_memory(net) ? kv_fused_memory_backward(net, param, e, grad)
+                                : memory<T>(net).backward(param, e, grad);
 }
 
 #define INSTANCE(T) \

@@ -2,7 +2,7 @@
 // MLP, features, projections, gates. Matrix products by cuBLAS; the rest is one pass over each array.
 #include <algorithm>
 
-#include "kernels/net.cuh"
+#include "kernels/fused.cuh"
 
 namespace {
 
@@ -69,28 +69,25 @@ __global__ void feature_kernel(const T *z, vectors bias, int n_row, int width, i
     }
 }
 
-// Column of ones behind v~, zeros behind it, and zeros in rows without a token (their projections are f(0) = 0 only without a bias).
+// Behind v~: a column of ones, if there is one, and zeros. Zeros in rows without a token (their projections are f(0) = 0 only without a
+// bias).
 template <class T>
-__global__ void ones_kernel(T *project, const int32_t *token, int n_row, int used, int ld,
-                            int64_t rows) {
+__global__ void ones_kernel(T *project, const int32_t *token, int n_row, int used, bool ones,
+                            int ld, int64_t rows) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < rows * ld;
          i += (int64_t)gridDim.x * blockDim.x) {
         const int c = (int)(i % ld);
         const bool real = token[i / ld % n_row] >= 0;
-        if (c >= used - 1 || !real) project[i] = kv_slim<T>(real && c == used - 1 ? 1.0f : 0.0f);
+        if (c >= used || !real) project[i] = kv_slim<T>(real && ones && c == used ? 1.0f : 0.0f);
     }
 }
 
-__device__ double log_sigmoid(double x) { return fmin(x, 0.0) - log1p(exp(-fabs(x))); }
-
 template <class T> struct gate_args {
     const T *x; // [lane / group][row][width]
-    vectors w_i, w_f, b_i, b_f;
-    const int32_t *token;
-    kv_gate *gate;
+    vectors w_i, w_f;
+    float2 *pre;
     int n_row, width, group;
     int64_t rows;
-    bool sigmoid;
 };
 
 template <class T> __global__ void gate_kernel(gate_args<T> a) {
@@ -106,18 +103,7 @@ template <class T> __global__ void gate_kernel(gate_args<T> a) {
     }
     pre_i = kv_warp_sum(pre_i);
     pre_f = kv_warp_sum(pre_f);
-    if (threadIdx.x % 32) return;
-    kv_gate g = {-INFINITY, 0, 0, 0}; // a row without a token writes nothing and lets nothing fade
-    if (a.token[row % a.n_row] >= 0) {
-        const double ti = tanh(((double)pre_i + (double)*a.b_i.of(lane)) / 15);
-        const double tf = tanh(((double)pre_f + (double)*a.b_f.of(lane)) / 15);
-        const double i = 15 * ti, f = 15 * tf;
-        g.in = a.sigmoid ? log_sigmoid(i) : i;
-        g.keep = log_sigmoid(f);
-        g.d_in = (1 - ti * ti) * (a.sigmoid ? 1 / (1 + exp(i)) : 1);
-        g.d_keep = (1 - tf * tf) / (1 + exp(f));
-    }
-    a.gate[row] = g;
+    if (threadIdx.x % 32 == 0) a.pre[row] = make_float2(pre_i, pre_f);
 }
 
 // z becomes the gradient before silu: z = scale(row) * w * silu'(z + bias); scale: e of the row's token.
@@ -277,7 +263,7 @@ template <class T> kv_status projections(kv_gpu_net *net) {
         x.data = static_cast<const T *>(x.data) + (inputs == 1 ? first / net->group : 0) * x.stride;
         if (inputs == 1) x.stride = 0;
         return kv_net_product(
-            net, net->n_row, net->n_used() - 1, wide, x,
+            net, net->n_row, net->n_used(), wide, x,
             {net->part<T>(KV_NET_PHI_Q) + first * net->n_packed, wide, net->n_packed, true, false},
             false,
             {net->at<T>(NET_PROJECT) + (int64_t)first * net->n_row * np, np,
@@ -285,8 +271,8 @@ template <class T> kv_status projections(kv_gpu_net *net) {
             count);
     }));
     ones_kernel<<<blocks(net->rows() * np), THREADS, 0, net->gpu->stream>>>(
-        net->at<T>(NET_PROJECT), net->at<int32_t>(NET_TOKEN), net->n_row, net->n_used(), np,
-        net->rows());
+        net->at<T>(NET_PROJECT), net->at<int32_t>(NET_TOKEN), net->n_row, net->n_used(),
+        !net->spec.norm, np, net->rows());
     KV_CUDA(cudaGetLastError());
     return KV_OK;
 }
@@ -296,13 +282,9 @@ template <class T> kv_status gates(kv_gpu_net *net, const float *param) {
     a.x = gate_input<T>(net, &a.width, &a.group);
     a.w_i = vector_of(net, param, KV_NET_GATE_I_W);
     a.w_f = vector_of(net, param, KV_NET_GATE_F_W);
-    a.b_i = vector_of(net, param, KV_NET_GATE_I_B);
-    a.b_f = vector_of(net, param, KV_NET_GATE_F_B);
-    a.token = net->at<int32_t>(NET_TOKEN);
-    a.gate = net->at<kv_gate>(NET_GATE);
+    a.pre = net->at<float2>(NET_PRE);
     a.n_row = net->n_row;
     a.rows = net->rows();
-    a.sigmoid = net->spec.sigmoid_gate;
     gate_kernel<<<warp_blocks(a.rows), THREADS, 0, net->gpu->stream>>>(a);
     KV_CUDA(cudaGetLastError());
     return KV_OK;
@@ -319,7 +301,7 @@ template <class T> kv_status gate_gradients(kv_gpu_net *net, float *grad) {
 }
 
 template <class T> kv_status projection_gradients(kv_gpu_net *net, float *grad) {
-    const int wide = net->wide(), np = net->n_project(), used = net->n_used() - 1;
+    const int wide = net->wide(), np = net->n_project(), used = net->n_used();
     kv_net_matrix f;
     const bool shared = feature_matrix<T>(net, &f);
     return each_group(net, shared, [&](int first, int count, int inputs) {
@@ -338,7 +320,7 @@ template <class T> kv_status projection_gradients(kv_gpu_net *net, float *grad) 
 }
 
 template <class T> kv_status feature_gradients(kv_gpu_net *net, const float *param, float *grad) {
-    const int wide = net->wide(), np = net->n_project(), used = net->n_used() - 1;
+    const int wide = net->wide(), np = net->n_project(), used = net->n_used();
     const int64_t count = net->rows() * wide;
     KV_RETURN(net->reserve(NET_D_F, (size_t)count * 4));
     KV_RETURN(kv_net_product(
@@ -398,7 +380,9 @@ template <class T>
 kv_status kv_net_tokens_forward(kv_gpu_net *net, const float *param, float *rhat) {
     const kv_net_spec *spec = &net->spec;
     const size_t rows = (size_t)net->rows();
-    if (spec->n_mlp) {
+    if (kv_fused_mlp(net)) {
+        KV_RETURN(kv_fused_mlp_forward(net, param, rhat));
+    } else if (spec->n_mlp) {
         KV_RETURN(net->reserve(NET_MLP, rows * (size_t)spec->n_mlp * sizeof(T)));
         KV_RETURN(input_product<T>(net, KV_NET_MLP_W1, spec->n_mlp, net->at<T>(NET_MLP)));
         const own_args<T> a = {net->at<T>(NET_MLP),
@@ -425,7 +409,11 @@ kv_status kv_net_tokens_forward(kv_gpu_net *net, const float *param, float *rhat
         KV_CUDA(cudaGetLastError());
     }
     KV_RETURN(net->reserve(NET_PROJECT, rows * (size_t)net->n_project() * sizeof(T)));
-    KV_RETURN(net->reserve(NET_GATE, rows * sizeof(kv_gate)));
+    KV_RETURN(net->reserve(NET_PRE, rows * sizeof(float2)));
+    if (kv_fused_memory(net)) {
+        KV_RETURN(kv_fused_project(net, param));
+        return spec->hidden_gate ? gates<T>(net, param) : KV_OK;
+    }
     KV_RETURN(projections<T>(net));
     return gates<T>(net, param);
 }
@@ -433,10 +421,13 @@ kv_status kv_net_tokens_forward(kv_gpu_net *net, const float *param, float *rhat
 template <class T>
 kv_status kv_net_tokens_backward(kv_gpu_net *net, const float *param, const float *e, float *grad) {
     if (net->spec.recurrent) {
-        KV_RETURN(gate_gradients<T>(net, grad));
-        KV_RETURN(projection_gradients<T>(net, grad));
+        const bool fused = kv_fused_memory(net);
+        if (!fused || net->spec.hidden_gate) KV_RETURN(gate_gradients<T>(net, grad));
+        KV_RETURN(fused ? kv_fused_project_backward(net, grad)
+                        : projection_gradients<T>(net, grad));
         if (net->spec.n_feature) KV_RETURN(feature_gradients<T>(net, param, grad));
     }
+    if (kv_fused_mlp(net)) return kv_fused_mlp_backward(net, param, e, grad);
     return net->spec.n_mlp ? mlp_gradients<T>(net, param, e, grad) : KV_OK;
 }
 
