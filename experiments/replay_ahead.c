@@ -1,6 +1,7 @@
 /* One unit per layer, document, row and set of decisions (replay_ahead.h); units share nothing but their input. */
 #include "experiments/replay_ahead.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "reference/core/cpu.h"
@@ -13,6 +14,7 @@ typedef struct unit {
     kv_span span; /* all KV heads, or one of them where each decides for itself */
     int32_t slot; /* layer within the batch */
     int32_t *evict_at;
+    double cost; /* pairs to attend, to order units by */
     double seconds;
     kv_status st;
 } unit;
@@ -75,6 +77,9 @@ static kv_status add_units(kv_ahead *a, size_t row, const kv_span *span, int32_t
     KV_TRY(a->plan->row[row].policy->rule(&input, &rule));
     const int32_t n_set = rule.per_layer ? 1 : span->n_kv_head, n_query = span->n_q_head / n_set,
                   n_kv = span->n_kv_head / n_set;
+    const double kept = fmin(a->plan->row[row].run.budget, span->n_token);
+    /* without memory nothing happens before the cache is full */
+    u.cost = n_query * kept * (span->n_token - (rule.decay == 0 ? kept : kept / 2));
     for (int32_t i = 0; i < n_set; i++) {
         const size_t rows = (size_t)span->stride * (size_t)span->head_dim;
         u.span.n_q_head = n_query;
@@ -87,6 +92,11 @@ static kv_status add_units(kv_ahead *a, size_t row, const kv_span *span, int32_t
     }
 out:
     return st;
+}
+
+static int longest_first(const void *a, const void *b) {
+    const double x = ((const unit *)a)->cost, y = ((const unit *)b)->cost;
+    return (x < y) - (x > y);
 }
 
 static void run_unit(const kv_ahead *a, unit *u) {
@@ -110,6 +120,7 @@ kv_status kv_ahead_run(kv_ahead *a, const kv_trace_layer *layer, int32_t first, 
             for (size_t i = 0; i < a->plan->n_row; i++)
                 if (has_rule(&a->plan->row[i])) KV_TRY(add_units(a, i, &span, l));
         }
+    qsort(a->unit, a->n_unit, sizeof *a->unit, longest_first);
     const double start = kv_now();
 #pragma omp parallel for schedule(dynamic, 1)
     for (size_t i = 0; i < a->n_unit; i++) run_unit(a, &a->unit[i]);
