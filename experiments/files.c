@@ -1,6 +1,7 @@
 /* Folders by rename. */
 #include "experiments/files.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <ftw.h>
@@ -50,6 +51,32 @@ static bool is_result(const char *target) {
     return found >= 2;
 }
 
+/* What runs and `make plots` leave in a folder. */
+static bool is_ours(const char *name) {
+    static const char *const file[] = {
+        ".",         "..",           "manifest.json", "summary.json",   "metrics.csv",
+        "evict.h5",  "curve.csv",    "points.csv",    "power.csv",      "correlation.csv",
+        "delay.csv", "timeline.csv", "pattern.csv",   "evict_kind.csv", "evict_ratio.csv",
+        "plots"};
+    for (size_t i = 0; i < sizeof file / sizeof *file; i++)
+        if (strcmp(name, file[i]) == 0) return true;
+    return false;
+}
+
+/* The older result goes as a whole: nothing of somebody else may be in it. */
+static kv_status check_strangers(const char *target) {
+    kv_status st = KV_OK;
+    DIR *dir = opendir(target);
+    for (struct dirent *e; st == KV_OK && dir && (e = readdir(dir));)
+        if (!is_ours(e->d_name))
+            st = KV_FAIL(KV_E_CANTCREATE,
+                         "cannot replace the earlier results in %s: %s is there too, which no run "
+                         "wrote; move it away or name a new folder",
+                         target, e->d_name);
+    if (dir) closedir(dir);
+    return st;
+}
+
 /* Nothing there, an empty folder, or an older result. */
 static kv_status check_target(const char *target) {
     struct stat info;
@@ -57,7 +84,8 @@ static kv_status check_target(const char *target) {
         if (errno == ENOENT) return KV_OK;
         return KV_FAIL(KV_E_CANTCREATE, "cannot write results to %s: %s", target, strerror(errno));
     }
-    if (is_result(target) || (S_ISDIR(info.st_mode) && rmdir(target) == 0)) return KV_OK;
+    if (is_result(target)) return check_strangers(target);
+    if (S_ISDIR(info.st_mode) && rmdir(target) == 0) return KV_OK;
     return KV_FAIL(KV_E_CANTCREATE,
                    "cannot write results to %s: something else is there (not the manifest.json, "
                    "summary.json and metrics.csv of an earlier run); name a new folder",

@@ -14,7 +14,8 @@ typedef struct kv_staging {
     char target[PATH_MAX - 64], folder[PATH_MAX];
 } kv_staging;
 
-/* Creates the empty folder. KV_E_CANTCREATE when it cannot be, or when `target` holds something that is no kvlab result. */
+/* Creates the empty folder. KV_E_CANTCREATE when it cannot be, or when `target` holds something that is no kvlab result,
+ * or a result and something beside it. */
 kv_status kv_staging_open(kv_staging *s, const char *target);
 /* Moves it to `target`, replacing an older result there. KV_E_IO, the folder is removed then. */
 kv_status kv_staging_commit(kv_staging *s);

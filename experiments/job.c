@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "experiments/accuracy.h"
@@ -236,15 +237,27 @@ out:
 static bool has_file(const run *r, const char *name) {
     char path[PATH_MAX];
     snprintf(path, sizeof path, "%s/%s", r->folder, name);
-    return access(path, R_OK) == 0;
+    struct stat info;
+    return stat(path, &info) == 0 && S_ISREG(info.st_mode) && info.st_size > 0;
+}
+
+/* The tables that every run writes, if only their heads. */
+static bool has_tables(const run *r) {
+    static const char *const file[] = {
+        "metrics.csv",     "delay.csv",    "curve.csv",   "points.csv",     "power.csv",
+        "correlation.csv", "timeline.csv", "pattern.csv", "evict_kind.csv", "evict_ratio.csv"};
+    enum { OF_BOTH = 6 }; /* the others hold decisions, which evaluate does not keep */
+    const size_t n = r->job == KV_JOB_EXPERIMENT ? sizeof file / sizeof *file : OF_BOTH;
+    for (size_t i = 0; i < n; i++)
+        if (!has_file(r, file[i])) return false;
+    return true;
 }
 
 /* The summary of a finished run of the same settings. A damaged one, or one that lost a file, is as good as none. */
 static bool read_finished(const run *r, json_t **summary) {
     size_t i;
     json_t *row;
-    if (!has_file(r, "metrics.csv") ||
-        (kv_config_flag(r->config, "save_evict") && !has_file(r, "evict.h5")) ||
+    if (!has_tables(r) || (kv_config_flag(r->config, "save_evict") && !has_file(r, "evict.h5")) ||
         !kv_manifest_matches(r->folder, r->identity, r->info) ||
         kv_json_read(r->folder, "summary.json", summary) != KV_OK)
         return false;

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "experiments/cache.h"
@@ -38,7 +39,8 @@ TestSuite(corners, .init = open_place, .fini = close_place);
 #define RUN "experiment --sinks 2 --window 8 --trace t.h5 "
 
 Test(corners, a_result_that_lost_a_file_is_made_again) {
-    static const char *const lost[] = {"a/metrics.csv", "a/evict.h5", "a/summary.json"};
+    static const char *const lost[] = {"a/metrics.csv", "a/evict.h5", "a/summary.json",
+                                       "a/points.csv", "a/timeline.csv"};
     const char *arguments = RUN "--policy h2o --budget 24 --save-evict --output a";
     kv_said said = kv_run_command(arguments);
     cr_assert_eq(said.code, 0, "%s", said.err);
@@ -51,6 +53,28 @@ Test(corners, a_result_that_lost_a_file_is_made_again) {
     }
     said = kv_run_command(arguments);
     cr_expect(strstr(said.err, "run before"), "%s", said.err);
+    cr_assert_eq(truncate(at("a/metrics.csv"), 0), 0);
+    said = kv_run_command(arguments);
+    cr_expect_null(strstr(said.err, "run before"), "an empty metrics.csv: %s", said.err);
+}
+
+Test(corners, a_file_beside_a_result_is_kept) {
+    kv_said said = kv_run_command(RUN "--policy h2o --budget 24 --output d");
+    cr_assert_eq(said.code, 0, "%s", said.err);
+    FILE *f = fopen(at("d/notes.txt"), "w");
+    cr_assert_not_null(f);
+    fputs("precious\n", f);
+    fclose(f);
+    said = kv_run_command(RUN "--policy h2o --budget 25 --output d");
+    cr_expect_eq(said.code, 73, "%s", said.err);
+    cr_expect(strstr(said.err, "notes.txt"), "%s", said.err);
+    said = kv_run_command(RUN "--policy h2o --budget 24 --output d --force");
+    cr_expect_eq(said.code, 73, "%s", said.err);
+    cr_expect_eq(access(at("d/notes.txt"), R_OK), 0, "a file of the user is gone");
+    cr_assert_eq(unlink(at("d/notes.txt")), 0);
+    cr_assert_eq(mkdir(at("d/plots"), 0777), 0);
+    said = kv_run_command(RUN "--policy h2o --budget 25 --output d");
+    cr_expect_eq(said.code, 0, "%s", said.err);
 }
 
 Test(corners, decisions_of_another_trace_are_refused) {
