@@ -69,7 +69,7 @@ TRAIN_TRACES ?= 10
 TRAIN_POLICY  = $(if $(filter file,$(origin POLICY)),kvpop_mlp,$(POLICY))
 TRAIN_FILES   = $(patsubst %,traces/data/reasoning-$(LENGTH)-s%.h5,$(shell seq 2147483648 $$((2147483647 + $(TRAIN_TRACES)))))
 # Settings of the shipped weights of this policy and budget; those of SET come after them and win.
-TRAIN_SETS    = $(foreach s,$(shell awk '$$1 == "$(TRAIN_POLICY)" && $$2 == "$(BUDGET)" {$$1 = $$2 = ""; print}' experiments/shipped.txt),--set $(TRAIN_POLICY).$(s))
+TRAIN_SETS    = $(foreach s,$(shell p=$(call quote,$(TRAIN_POLICY)) b=$(call quote,$(BUDGET)) awk '$$1 == ENVIRON["p"] && $$2 == ENVIRON["b"] {$$1 = $$2 = ""; print}' experiments/shipped.txt),--set $(TRAIN_POLICY).$(s))
 # A recording on the CPU keeps every core busy; one on the GPU keeps neither it nor the cores busy for long.
 RECORD_JOBS   = $(if $(filter gpu,$(DEVICE)),$(shell echo $$(($(JOBS) < 4 ? $(JOBS) : 4))),1)
 #: make train POLICY= BUDGET= [TRAIN_TRACES= SET= DEVICE=]
