@@ -23,10 +23,9 @@ static kv_status hash_span(const kv_ops *ops, const kv_span *s, uint64_t key[2])
     XXH3_state_t *h = XXH3_createState();
     if (!h) return KV_FAIL(KV_E_INTERNAL, "out of memory");
     XXH3_128bits_reset(h);
-    int n = snprintf(about, sizeof about, "%s %s %s | %d %lld %d %d %d %a %a", ops->name,
+    int n = snprintf(about, sizeof about, "%s %s %s | %d %d %d %d %a %a", ops->name,
                      kv_isa_name(kv_cpu_isa()), kv_version_build.attention_sources, s->n_token,
-                     (long long)s->stride, s->n_q_head, s->n_kv_head, s->head_dim, (double)s->scale,
-                     (double)s->softcap);
+                     s->n_q_head, s->n_kv_head, s->head_dim, (double)s->scale, (double)s->softcap);
     XXH3_128bits_update(h, about, (size_t)n);
     hash_heads(h, s->q, s->n_q_head, s);
     hash_heads(h, s->k, s->n_kv_head, s);
@@ -38,13 +37,13 @@ static kv_status hash_span(const kv_ops *ops, const kv_span *s, uint64_t key[2])
     return KV_OK;
 }
 
-/* The arrays of one sweep. Which sweep it was stands in the name: the same column computed together with others differs in the last
+/* The arrays of one sweep, rows of the document's own tokens. Which sweep it was stands in the name: the same column computed together with others differs in the last
  * bits, and a result must not depend on what ran before. */
 static int32_t list_parts(const kv_span *s, const kv_dense_request *r, kv_dense *d,
                           const uint64_t key[2], kv_cached *parts) {
     const char *sweep = r->want_events ? "base" : "alone";
     int32_t n = 0;
-    size_t rows = (size_t)s->n_q_head * (size_t)s->stride;
+    size_t rows = (size_t)s->n_q_head * (size_t)s->n_token;
     kv_cached *p = &parts[n++];
     *p = (kv_cached){.n_array = 1, .array = {(void **)&d->lse}, .bytes = {rows * 4}};
     snprintf(p->name, sizeof p->name, "%s-lse", sweep);
@@ -70,21 +69,68 @@ static int32_t list_parts(const kv_span *s, const kv_dense_request *r, kv_dense 
     return n;
 }
 
+/* *to = rows of `to_stride` elements of `size` bytes for rows of `from_stride` of them; the document's tokens are copied. */
+static kv_status copy_rows(const kv_span *s, const void *from, int64_t from_stride,
+                           int64_t to_stride, size_t size, void **to) {
+    const size_t used = (size_t)s->n_token * size;
+    if (!from) return KV_OK;
+    char *out = kv_mem_new((size_t)(s->n_q_head * to_stride), size);
+    if (!out) return KV_FAIL(KV_E_INTERNAL, "out of memory");
+    for (int32_t h = 0; h < s->n_q_head; h++)
+        memcpy(out + (size_t)(h * to_stride) * size,
+               (const char *)from + (size_t)(h * from_stride) * size, used);
+    *to = out;
+    return KV_OK;
+}
+
+/* The same results with another stride. A document's arrays in memory have the stride of the whole trace; its files have its own length:
+ * many short documents would fill the disk otherwise. */
+static kv_status copy_strided(const kv_span *s, const kv_dense *from, int64_t stride,
+                              kv_dense *to) {
+    kv_status st = KV_OK;
+    const int64_t old = from->stride;
+    *to = (kv_dense){.request = from->request, .stride = stride};
+    KV_TRY(copy_rows(s, from->lse, old, stride, 4, (void **)&to->lse));
+    for (int32_t i = 0; i < KV_DENSE_POWERS; i++)
+        KV_TRY(copy_rows(s, from->column[i], old, stride, 8, (void **)&to->column[i]));
+    KV_TRY(copy_rows(s, from->long_mass, old, stride, 4, (void **)&to->long_mass));
+    KV_TRY(copy_rows(s, from->top_p, old, stride, 4, (void **)&to->top_p));
+    KV_TRY(copy_rows(s, from->top_t, old, stride, 4, (void **)&to->top_t));
+    KV_TRY(copy_rows(s, from->o, old, stride, (size_t)s->head_dim * 4, (void **)&to->o));
+out:
+    if (st != KV_OK) kv_dense_free(to);
+    return st;
+}
+
 /* One sweep, from the folder when all its arrays are there. */
 static kv_status run_sweep(const kv_ops *ops, const kv_span *span, const kv_dense_request *request,
                            const char *folder, const uint64_t key[2], kv_dense *out) {
     kv_status st = KV_OK;
     kv_cached parts[KV_DENSE_POWERS + 3];
+    const bool whole = span->n_token == span->stride;
     bool complete = folder != NULL;
-    *out = (kv_dense){.request = *request, .stride = span->stride};
-    int32_t n = list_parts(span, request, out, key, parts);
+    kv_dense own = {.request = *request, .stride = span->n_token};
+    int32_t n = list_parts(span, request, &own, key, parts);
+    *out = (kv_dense){0};
     for (int32_t i = 0; complete && i < n; i++) complete = kv_cache_load(folder, &parts[i]);
-    if (complete) return KV_OK;
-    kv_dense_free(out);
+    if (complete && whole) {
+        *out = own;
+        return KV_OK;
+    }
+    if (complete) {
+        KV_TRY(copy_strided(span, &own, span->stride, out));
+        goto out;
+    }
+    kv_dense_free(&own);
+    own = (kv_dense){0};
     KV_TRY(ops->dense(span, request, out));
-    list_parts(span, request, out, key, parts);
+    if (!folder) return KV_OK;
+    if (!whole) KV_TRY(copy_strided(span, out, span->n_token, &own));
+    list_parts(span, request, whole ? out : &own, key, parts);
     for (int32_t i = 0; i < n; i++) kv_cache_store(folder, &parts[i]);
 out:
+    kv_dense_free(&own);
+    if (st != KV_OK) kv_dense_free(out);
     return st;
 }
 

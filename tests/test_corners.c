@@ -167,6 +167,22 @@ Test(corners, a_corpus_without_a_seed_is_not_trained_on_unasked) {
     kv_train_set_free(&set);
 }
 
+/* Documents of 107, 100 and 93 tokens: the arrays of each have its own length, not the trace's. */
+Test(corners, a_cached_document_takes_the_room_of_its_own_tokens) {
+    const off_t longest = 107, header = 128, most = FX_Q * longest * FX_DIM * 4 + header;
+    char command[512];
+    int n = 0;
+    kv_said said = kv_run_command(RUN "--policy oracle --budget 24 --output e");
+    cr_assert_eq(said.code, 0, "%s", said.err);
+    snprintf(command, sizeof command, "find %s/results/cache -type f -printf '%%s\\n'", place);
+    FILE *f = popen(command, "r");
+    cr_assert_not_null(f);
+    for (long size; fscanf(f, "%ld", &size) == 1; n++)
+        cr_expect_leq(size, most, "a cached file of %ld bytes", size);
+    pclose(f);
+    cr_expect_geq(n, 3 * FX_LAYER);
+}
+
 Test(corners, the_cache_gives_its_fresh_files_back) {
     int32_t *x = calloc(100, sizeof *x), *y = NULL;
     x[99] = 7;
