@@ -1,4 +1,5 @@
 /* Checkpoints of a training run: everything that the next step depends on, as safetensors. */
+#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -45,9 +46,29 @@ kv_status kv_train_save(const kv_train_plan *plan, const kv_train_state *s) {
     return st == KV_OK ? st : kv_error_context(st, "checkpoint");
 }
 
-static double number(const kv_tensors *set, const char *key) {
+/* A count of steps in [0, most]. */
+static kv_status read_step(const char *path, const kv_tensors *set, const char *key, int64_t most,
+                           int64_t *out) {
     const char *text = kv_tensors_meta(set, key);
-    return text ? strtod(text, NULL) : NAN;
+    char *end = NULL;
+    errno = 0;
+    const long long n = text ? strtoll(text, &end, 10) : -1;
+    if (!text || end == text || *end || errno || n < 0 || n > most)
+        return KV_FAIL(KV_E_DATA,
+                       "%s: damaged: %s is '%s', expected a step from 0 to %lld; remove it", path,
+                       key, text ? text : "missing", (long long)most);
+    *out = n;
+    return KV_OK;
+}
+
+static kv_status read_loss(const char *path, const kv_tensors *set, double *out) {
+    const char *text = kv_tensors_meta(set, "best");
+    char *end = NULL;
+    *out = text ? strtod(text, &end) : NAN;
+    if (!text || end == text || *end || isnan(*out))
+        return KV_FAIL(KV_E_DATA, "%s: damaged: best is '%s', expected a loss; remove it", path,
+                       text ? text : "missing");
+    return KV_OK;
 }
 
 kv_status kv_train_restore(const kv_train_plan *plan, kv_train_state *s, bool *found) {
@@ -64,12 +85,9 @@ kv_status kv_train_restore(const kv_train_plan *plan, kv_train_state *s, bool *f
                  "%s belongs to a training with other settings, traces or seed; finish that one, "
                  "remove the file, or start over with --force",
                  plan->checkpoint);
-    s->step = (int64_t)number(&set, "step");
-    s->best = number(&set, "best");
-    s->best_step = (int64_t)number(&set, "best_step");
-    if (s->step < 0 || s->step > plan->steps || isnan(s->best))
-        KV_RAISE(KV_E_DATA, "%s: damaged: step %lld of %lld; remove it", plan->checkpoint,
-                 (long long)s->step, (long long)plan->steps);
+    KV_TRY(read_step(plan->checkpoint, &set, "step", plan->steps, &s->step));
+    KV_TRY(read_step(plan->checkpoint, &set, "best_step", s->step, &s->best_step));
+    KV_TRY(read_loss(plan->checkpoint, &set, &s->best));
     list_arrays(s, array, n);
     for (int i = 0; i < TENSORS; i++) {
         const kv_tensor *t;

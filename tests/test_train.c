@@ -130,6 +130,35 @@ Test(train, loop) {
     kv_train_state_free(&whole);
 }
 
+Test(train, a_checkpoint_without_a_sound_step_is_refused) {
+    static const char *const bad[][3] = {
+        {"-3", "inf", "0"}, {"abc", "inf", "0"}, {"3.7", "inf", "0"}, {"25", "inf", "0"},
+        {"", "inf", "0"},   {"5", "nan", "0"},   {"5", "x", "0"},     {"5", "inf", "6"}};
+    float one[1] = {1};
+    const kv_tensor_out tensor = {.name = "param", .n_dim = 1, .shape = {1}, .data = one};
+    kv_train_plan plan = small_plan("odd.checkpoint");
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        const char *meta[] = {"identity", "abc",       "step",    bad[i][0], "best",
+                              bad[i][1],  "best_step", bad[i][2], NULL};
+        kv_train_state s;
+        bool found = false;
+        cr_assert_eq(kv_safetensors_write(plan.checkpoint, &tensor, 1, meta), KV_OK);
+        cr_assert_eq(kv_train_state_open(3, 4, true, false, &s), KV_OK);
+        cr_expect_eq(kv_train_restore(&plan, &s, &found), KV_E_DATA, "row %zu", i);
+        cr_expect(strstr(kv_error_message(), "odd.checkpoint: damaged"), "row %zu: %s", i,
+                  kv_error_message());
+        kv_train_state_free(&s);
+    }
+    const char *none[] = {"identity", "abc", NULL};
+    kv_train_state s;
+    bool found = false;
+    cr_assert_eq(kv_safetensors_write(plan.checkpoint, &tensor, 1, none), KV_OK);
+    cr_assert_eq(kv_train_state_open(3, 4, true, false, &s), KV_OK);
+    cr_expect_eq(kv_train_restore(&plan, &s, &found), KV_E_DATA);
+    cr_expect(strstr(kv_error_message(), "step is 'missing'"), "%s", kv_error_message());
+    kv_train_state_free(&s);
+}
+
 /* The same objective with parameters of its own, as on a device. */
 typedef struct elsewhere {
     pull pull;
