@@ -162,7 +162,9 @@ kv_status kv_token_file_read(const char *path, int32_t **token, int32_t *n) {
     *n = 0;
     if (!f) KV_RAISE(KV_E_NOINPUT, "%s: cannot be read: %s", path, strerror(errno));
     size_t got = fread(magic, 1, sizeof magic, f);
-    rewind(f);
+    if (fseek(f, 0, SEEK_SET) != 0)
+        KV_RAISE(KV_E_NOINPUT,
+                 "%s: is a pipe, which cannot be read twice; write it to a file first", path);
     if (got == sizeof magic && memcmp(magic, "\x89HDF\r\n\x1a\n", 8) == 0)
         KV_TRY(read_hdf5(&l));
     else if (got == sizeof magic && memcmp(magic, npy_magic, 6) == 0)

@@ -51,6 +51,21 @@ static void put_npy(const char *path, const char *header, const void *data, size
 
 #define NPY(type, shape) "{'descr': '" type "', 'fortran_order': False, 'shape': " shape ", }\n"
 
+/* The kind is told by the first bytes; a pipe has lost them when the tokens are read. */
+Test(record, tokens_from_a_pipe_are_refused) {
+    int32_t *token = NULL, n = 0;
+    int end[2];
+    char path[32];
+    cr_assert_eq(pipe(end), 0);
+    for (int i = 0; i < 6000; i++) cr_assert_eq(write(end[1], "5\n", 2), 2);
+    close(end[1]);
+    snprintf(path, sizeof path, "/dev/fd/%d", end[0]);
+    cr_expect_eq(kv_token_file_read(path, &token, &n), KV_E_NOINPUT);
+    cr_expect(strstr(kv_error_message(), "is a pipe"), "%s", kv_error_message());
+    close(end[0]);
+    free(token);
+}
+
 Test(record, token_files_of_every_kind) {
     const int16_t i2[] = {5, 0, 300};
     const int64_t i8[] = {5, 0, 300}, negative[] = {5, -1};
