@@ -65,22 +65,24 @@ evaluate: build
 	@./kvlab evaluate --model $(call quote,$(MODEL)) --trace $(call quote,$(TRACE)) --policy $(call quote,$(POLICY)) --budget $(call quote,$(BUDGET)) --seed $(call quote,$(SEED)) --device $(call quote,$(DEVICE)) $(SETS)
 
 # Training takes one policy, and traces from seeds of 2147483648 on: every smaller seed is held out for experiments.
-TRAIN_TRACES ?= 10
 TRAIN_POLICY  = $(if $(filter file,$(origin POLICY)),kvpop_mlp,$(POLICY))
 TRAIN_FILES   = $(patsubst %,traces/data/reasoning-$(LENGTH)-s%.h5,$(shell seq 2147483648 $$((2147483647 + $(TRAIN_TRACES)))))
 # Settings of the shipped weights of this policy and budget; those of SET come after them and win.
-TRAIN_SETS    = $(foreach s,$(shell p=$(call quote,$(TRAIN_POLICY)) b=$(call quote,$(BUDGET)) awk '$$1 == ENVIRON["p"] && $$2 == ENVIRON["b"] {$$1 = $$2 = ""; print}' experiments/shipped.txt),--set $(TRAIN_POLICY).$(s))
+TRAIN_SHIPPED = $(shell p=$(call quote,$(TRAIN_POLICY)) b=$(call quote,$(BUDGET)) awk '$$1 == ENVIRON["p"] && $$2 == ENVIRON["b"] {$$1 = $$2 = ""; print}' experiments/shipped.txt)
+TRAIN_SETS    = $(foreach s,$(wordlist 2,99,$(TRAIN_SHIPPED)),--set $(TRAIN_POLICY).$(s))
+TRAIN_TRACES ?= $(or $(firstword $(TRAIN_SHIPPED)),10)
 # A recording on the CPU keeps every core busy; one on the GPU keeps neither it nor the cores busy for long.
 RECORD_JOBS   = $(if $(filter gpu,$(DEVICE)),$(shell echo $$(($(JOBS) < 4 ? $(JOBS) : 4))),1)
-#: make train POLICY= BUDGET= [TRAIN_TRACES= SET= DEVICE=]
+#: make train POLICY= BUDGET= [TRAIN_TRACES= SET= DEVICE= OUTPUT=]
 #:                                         train the weights of a learned policy, recording the traces it needs
 train: build
+	@./kvlab policies -q $(call quote,$(TRAIN_POLICY))
 	@+$(MAKE) -s --no-print-directory -j$(RECORD_JOBS) $(TRAIN_FILES)
-	@./kvlab train --policy $(call quote,$(TRAIN_POLICY)) --budget $(call quote,$(BUDGET)) --device $(call quote,$(DEVICE)) $(TRAIN_SETS) $(SETS) --trace $(TRAIN_FILES)
+	@./kvlab train --policy $(call quote,$(TRAIN_POLICY)) --budget $(call quote,$(BUDGET)) --device $(call quote,$(DEVICE)) $(TRAIN_SETS) $(SETS) $(if $(OUTPUT),--output $(call quote,$(OUTPUT))) --trace $(TRAIN_FILES)
 
 #: make weights                            train everything that policies/weights ships; what is there is kept
 weights: build
-	@grep -v '^#' experiments/shipped.txt | while read -r policy budget settings; do \
+	@grep -v '^#' experiments/shipped.txt | while read -r policy budget rest; do \
 	    $(MAKE) -s --no-print-directory train POLICY=$$policy BUDGET=$$budget; done
 
 #: make finding [OUT= JOBS= THREADS_PER_RUN= DEVICE=]
