@@ -16,7 +16,7 @@ AGAIN   = @+$(MAKE) -s --no-print-directory -j$(JOBS)
 
 # Identity of the build: rewritten only when it changes, so that nothing else is built again.
 $(BUILD)/kv_build.h: FORCE | $(BUILD)/.setup
-	@experiments/version.sh '$(CC) $(CFLAGS)' >$@.new
+	@experiments/version.sh '$(CC) $(CFLAGS)$(if $(CUDA_LIBS), CUDA)' >$@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 $(BUILD)/experiments/version.o: $(BUILD)/kv_build.h
 $(BUILD)/experiments/version.o: CPPFLAGS += -I$(BUILD)
@@ -118,4 +118,4 @@ ci:
 
 #: make clean                              remove builds (results and traces stay)
 clean:
-	rm -rf build build-asan build-clang build-fuzz kvlab
+	rm -rf build build-asan build-clang build-cuda build-fuzz kvlab

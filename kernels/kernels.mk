@@ -1,5 +1,6 @@
-# CUDA part of the build: compiled when nvcc is found, left out otherwise (kvlab then says so when asked for --device gpu).
-# CUDA=0 leaves it out, CUDA=1 insists. Builds narrowed by SRC= and sanitizer builds leave it out unless CUDA=1 is given.
+# CUDA part of the build: compiled when nvcc and a GPU driver are found, left out otherwise (kvlab then says so when asked for
+# --device gpu). CUDA=0 leaves it out, CUDA=1 insists, for a GPU elsewhere. Builds narrowed by SRC= and sanitizer builds leave it out
+# unless CUDA=1 is given.
 CUDA       ?= $(if $(or $(SAN),$(filter-out file,$(origin SRC))),0,auto)
 CUDA_HOME  ?= /usr/local/cuda
 NVCC       ?= $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc 2>/dev/null))
@@ -10,12 +11,13 @@ NVCC_FLAGS  = -std=c++17 -O3 -I. -diag-suppress 177 $(if $(filter 90a,$(CUDA_ARC
 # BREAK="LSE COLUMN ATTEND ..." plants one error in each named operation, to see that `kvlab verify` finds it (another BUILD= folder).
 BREAK      ?=
 CUDA_SRCS  := $(wildcard kernels/*.cu)
+GPU_DRIVER := $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/dxg)
 
 ifeq ($(CUDA)$(NVCC),1)
 $(error CUDA=1, but nvcc was found neither in PATH nor in CUDA_HOME ($(CUDA_HOME)); install the CUDA toolkit or set NVCC)
 endif
 
-ifeq ($(or $(filter 0,$(CUDA)),$(if $(NVCC),,none)),)
+ifneq ($(and $(NVCC),$(or $(filter 1,$(CUDA)),$(if $(filter auto,$(CUDA)),$(GPU_DRIVER)))),)
 CUDA_OBJS  := $(CUDA_SRCS:%.cu=$(BUILD)/%.cu.o) $(patsubst %.c,$(BUILD)/%.o,$(wildcard kernels/gpu_*.c))
 CUDA_LIBS   = -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt -lpthread
 else
@@ -44,9 +46,11 @@ $(foreach a,80 90a 100,$(eval $(BUILD)/sm_$(a)/%.o: CUDA_ARCHS := $(a)))
 
 #: make bundle                             bundle/: kvlab, its libraries, model and fixtures, for a machine with a GPU driver only
 # bundle/kvlab unpacks the program and its libraries beside itself when first called. glibc and the driver come from that machine.
-.PHONY: bundle
+.PHONY: bundle bundle-files
 BUNDLE_SYSTEM := libc|libm|libdl|librt|libpthread|ld-linux-x86-64|linux-vdso
-bundle: kvlab
+bundle: setup
+	@+$(MAKE) -s --no-print-directory CUDA=1 bundle-files
+bundle-files: kvlab
 	@rm -rf bundle
 	@mkdir -p bundle/lib bundle/policies/weights bundle/traces bundle/tests
 	$(Q)$(CC) $(LDFLAGS) -Wl,--disable-new-dtags,-rpath,'$$ORIGIN' $(BUILD)/experiments/main.o $(LIB) $(CUDA_LIBS) $(LDLIBS) -o bundle/lib/kvlab

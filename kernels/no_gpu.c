@@ -4,10 +4,11 @@
 #include <string.h>
 
 static kv_status unavailable(void) {
-    return KV_FAIL(KV_E_UNAVAILABLE,
-                   "--device gpu: this kvlab was built without CUDA (no nvcc in PATH or "
-                   "/usr/local/cuda when `make` ran, or CUDA=0); install the CUDA toolkit, run "
-                   "`make clean` and `make`, or leave out --device");
+    return KV_FAIL(
+        KV_E_UNAVAILABLE,
+        "no GPU: this kvlab was built without CUDA (when `make` ran there was no nvcc in PATH "
+        "or /usr/local/cuda, or no NVIDIA driver, or CUDA=0); install them, or `make "
+        "CUDA=1` for a GPU elsewhere; everything but verify runs with --device cpu");
 }
 
 kv_status kv_gpu_ops(const kv_ops **out) {
