@@ -63,6 +63,11 @@ static kv_status open_model(run *r) {
     if (folder[0]) {
         kv_status st = kv_model_load(folder, &r->model);
         if (st != KV_OK) return st;
+        if (!r->info->scored)
+            kv_log(KV_LOG_WARN, job_name[r->job],
+                   "%s does not say which tokens are determined (dataset scored), so accuracy, "
+                   "agreement and KL are undefined",
+                   r->info->path);
         if (r->info->model_hash[0] && strcmp(r->info->model_hash, r->model->hash) != 0)
             kv_log(KV_LOG_WARN, job_name[r->job],
                    "%s was recorded with other weights than those of %s: accuracy and the other "
