@@ -1,5 +1,6 @@
 /* What `make train` hands to kvlab: the settings of experiments/shipped.txt for a policy and budget, names as data and never as code. */
 #include <criterion/criterion.h>
+#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -40,4 +41,38 @@ Test(make, names_are_not_run_as_programs) {
     cr_expect_eq(access(made, F_OK), 0, "the name of a policy was run");
     cr_expect_null(strstr(said, "awk"), "%s", said);
     unlink(made);
+}
+
+/* One line of experiments/shipped.txt against the manifest beside the weights. */
+static void check_manifest(char *line) {
+    char path[256], *rest = NULL;
+    const char *policy = strtok_r(line, " \n", &rest), *budget = strtok_r(NULL, " \n", &rest),
+               *traces = strtok_r(NULL, " \n", &rest);
+    cr_assert(policy && budget && traces);
+    snprintf(path, sizeof path, "policies/weights/%s-b%s.manifest.json", policy, budget);
+    json_t *manifest = json_load_file(path, 0, NULL);
+    cr_assert_not_null(manifest, "%s", path);
+    const json_t *config = json_object_get(manifest, "config"),
+                 *params = json_object_get(config, "params");
+    cr_expect_eq(json_array_size(json_object_get(config, "trace_xxh3")), strtoul(traces, NULL, 10),
+                 "%s: number of traces", path);
+    for (char *set; (set = strtok_r(NULL, " \n", &rest));) {
+        char *value = strchr(set, '=');
+        *value++ = '\0';
+        const char *made = json_string_value(json_object_get(params, set));
+        cr_expect(made && strcmp(made, value) == 0, "%s: %s is %s, shipped.txt says %s", path, set,
+                  made ? made : "missing", value);
+    }
+    json_decref(manifest);
+}
+
+Test(make, weights_were_made_by_their_line) {
+    char line[512];
+    int n = 0;
+    FILE *f = fopen("experiments/shipped.txt", "r");
+    cr_assert_not_null(f);
+    while (fgets(line, sizeof line, f))
+        if (line[0] != '#') check_manifest(line), n++;
+    fclose(f);
+    cr_expect_eq(n, 7);
 }
