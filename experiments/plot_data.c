@@ -74,10 +74,34 @@ static void put_value(FILE *f, double x) {
     fputs(text, f);
 }
 
-/* label,policy,variant,budget, */
-static void put_key(FILE *f, const char *policy, const char *variant, json_int_t budget) {
+/* Bytes of a variant that name it: all, but of the policy `file` those before its path. */
+static int short_length(const char *policy, const char *variant) {
+    const char *path = strstr(variant, ":path=");
+    if (strcmp(policy, "file") != 0) return (int)strlen(variant);
+    if (strncmp(variant, "path=", 5) == 0) return 0;
+    return path ? (int)(path - variant) : (int)strlen(variant);
+}
+
+/* How much of the variant stands in the label: two files that would be called alike keep their paths (plots/draw.sh does the same). */
+static int label_length(const json_t *results, const char *policy, const char *variant) {
+    const int n = short_length(policy, variant);
+    size_t i;
+    json_t *row;
+    if (n == (int)strlen(variant)) return n;
+    json_array_foreach(results, i, row) {
+        const char *name = json_string_value(json_object_get(row, "policy")),
+                   *other = json_string_value(json_object_get(row, "variant"));
+        if (name && other && strcmp(name, policy) == 0 && strcmp(other, variant) != 0 &&
+            short_length(name, other) == n && strncmp(other, variant, (size_t)n) == 0)
+            return (int)strlen(variant);
+    }
+    return n;
+}
+
+/* label,policy,variant,budget, with n bytes of the variant in the label */
+static void put_key(FILE *f, const char *policy, const char *variant, int n, json_int_t budget) {
     char label[1024];
-    snprintf(label, sizeof label, "%s%s%s", policy, variant[0] ? ":" : "", variant);
+    snprintf(label, sizeof label, "%s%s%.*s", policy, n > 0 ? ":" : "", n, variant);
     for (char *c = label; *c; c++) /* gnuplot ends a text at a comma, quoted or not */
         if (strchr(",\"\n", *c)) *c = ';';
     fprintf(f, "%s,", label);
@@ -109,7 +133,8 @@ static void add_power(tables *t, const char *policy, json_int_t budget, const js
     fputc('\n', t->power);
 }
 
-static kv_status add_result(tables *t, const json_t *result, size_t i) {
+static kv_status add_result(tables *t, const json_t *results, size_t i) {
+    const json_t *const result = json_array_get(results, i);
     const json_t *policy = json_object_get(result, "policy"),
                  *variant = json_object_get(result, "variant"),
                  *budget = json_object_get(result, "budget");
@@ -117,13 +142,14 @@ static kv_status add_result(tables *t, const json_t *result, size_t i) {
         return KV_FAIL(KV_E_DATA, "results[%zu] lacks policy, variant (texts) or budget (integer)",
                        i);
     const char *const name = json_string_value(policy), *const form = json_string_value(variant);
+    const int n = label_length(results, name, form);
     for (size_t c = 0; c < CURVES; c++) {
-        put_key(t->curve, name, form, json_integer_value(budget));
+        put_key(t->curve, name, form, n, json_integer_value(budget));
         fprintf(t->curve, "%s,", curves[c].name);
         put_value(t->curve, look_up(result, &curves[c]));
         fputc('\n', t->curve);
     }
-    put_key(t->points, name, form, json_integer_value(budget));
+    put_key(t->points, name, form, n, json_integer_value(budget));
     for (size_t c = 0; c < COLUMNS; c++) {
         t->point[t->n_point].value[c] = look_up(result, &columns[c]);
         put_value(t->points, t->point[t->n_point].value[c]);
@@ -146,7 +172,7 @@ static kv_status add_run(tables *t, const char *run) {
     if (!grown) KV_RAISE(KV_E_INTERNAL, "out of memory");
     t->point = grown;
     for (size_t i = 0; i < n; i++) {
-        st = add_result(t, json_array_get(results, i), i);
+        st = add_result(t, results, i);
         if (st != KV_OK) {
             st = kv_error_context(st, "%s/summary.json", run);
             goto out;

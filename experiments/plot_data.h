@@ -8,7 +8,8 @@
  *   power.csv        label,power,budget,accuracy     accuracy_recall by the power of the target (maths.md 2.6, a number or max),
  *                                                    for policies with a parameter `power`; label is the policy
  *
- * Elsewhere label is policy or policy:variant, with ; in the place of what a plain field cannot hold. */
+ * Elsewhere label is policy or policy:variant (of `file` without its path, while that tells the files apart), with ; in the place of
+ * what a plain field cannot hold. */
 #ifndef KV_EXPERIMENTS_PLOT_DATA_H
 #define KV_EXPERIMENTS_PLOT_DATA_H
 

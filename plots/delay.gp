@@ -5,7 +5,7 @@ stats rows using (remember(strcol(1))) nooutput
 n = words(seen)
 W = 320 + (n * 4 * 46 < 600 ? 600 : n * 4 * 46); H = 540; eval begin
 array measure[4] = ['next_token', 'agreement', 'decision', 'decision_balanced']
-set title 'Token accuracy by scorer and delay, budget ' . budget
+set title 'Tokens and decisions right, by scorer and delay, budget ' . budget
 set ylabel 'share of tokens, or of decisions'
 set bmargin 4
 set yrange [0 : 1.06]

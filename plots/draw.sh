@@ -48,37 +48,95 @@ draw() {
 has() { [ -f "$folder/$1" ] && awk -F, -v m="$2" -v f="$3" '$(NF - f - 1) == m && $(NF - f) != "" { found = 1; exit } END { exit !found }' "$folder/$1"; }
 
 # Lines of one budget as label,last fields, for gnuplot: rows FILE BUDGET N [FIRST [METRIC]]. N fields follow the budget; the policy is
-# field FIRST. With METRIC: the lines of metrics.csv for this metric and single heads, as label,layer,kv_head,value.
+# field FIRST. With METRIC: the lines of metrics.csv for this metric and single heads, as label,layer,kv_head,value. The label is
+# policy:variant; of the policy file without its path, unless two files would then be called alike (plot_data.c does the same).
 rows() {
     [ -f "$folder/$1" ] || return 1
     awk -F, -v b="$2" -v n="$3" -v first="${4:-1}" -v metric="${5:-}" '
-        NR > 1 && $(NF - n) == b && (metric == "" || ($(NF - 2) == metric && $3 != "all" && $(NF - 1) != "")) {
-            variant = ""
-            for (i = first + 1; i < NF - n; i++) variant = variant (i > first + 1 ? ";" : "") $i
-            gsub(/"/, "", variant)
-            line = $first (variant == "" ? "" : ":" variant)
+        function variant(   v, i) {
+            for (i = first + 1; i < NF - n; i++) v = v (i > first + 1 ? ";" : "") $i
+            gsub(/"/, "", v)
+            return v
+        }
+        function short(v) { return v ~ /^path=/ ? "" : substr(v, 1, index(v ":path=", ":path=") - 1) }
+        FNR == 1 { next }
+        NR == FNR {
+            if ($first == "file" && !((v = variant()) in seen)) { seen[v] = 1; named[short(v)]++ }
+            next
+        }
+        $(NF - n) == b && (metric == "" || ($(NF - 2) == metric && $3 != "all" && $(NF - 1) != "")) {
+            v = variant()
+            if ($first == "file" && named[short(v)] == 1) v = short(v)
+            line = $first (v == "" ? "" : ":" v)
             if (metric != "") line = line "," $2 "," $3 "," $(NF - 1)
             else for (i = NF - n + 1; i <= NF; i++) line = line "," $i
             print line
-        }' "$folder/$1" >"$temporary"
+        }' "$folder/$1" "$folder/$1" >"$temporary"
     [ -s "$temporary" ]
 }
+
+# How many others lie above each curve or point where it meets them, in the order of the first lines "label,panel,x,y" on stdin: what
+# lies below is drawn larger, so that it shows. Those later in the order lie above; to meet is to differ by less than dx and dy, in
+# `least` places: depths DX DY LEAST.
+depths() {
+    awk -F, -v dx="$1" -v dy="$2" -v least="$3" '
+        function near(a, b, d) { return a - b < d && b - a < d }
+        !($1 in at) { at[$1] = ++n_label }
+        { label[NR] = at[$1]; panel[NR] = $2; x[NR] = $3; y[NR] = $4 }
+        END {
+            for (i = 1; i <= NR; i++)
+                for (j = 1; j <= NR; j++)
+                    if (label[i] < label[j] && panel[i] == panel[j] && near(x[i], x[j], dx) && near(y[i], y[j], dy))
+                        above[label[i], label[j]]++
+            for (i = n_label; i > 0; i--)
+                for (j = i + 1; j <= n_label; j++)
+                    if (above[i, j] >= least && depth[j] + 1 > depth[i]) depth[i] = depth[j] + 1
+            for (i = 1; i <= n_label; i++) printf "%s%d", (i > 1 ? " " : ""), depth[i]
+        }'
+}
+# Settings for gnuplot from the same lines: one place calls for larger marks, a stretch (two places) for a wider line too.
+both_depths() {
+    local lines
+    lines=$(cat)
+    printf "depth='%s'; stretch='%s'" "$(depths "$1" "$2" 1 <<<"$lines")" "$(depths "$1" "$2" 2 <<<"$lines")"
+}
+curve_depths() { awk -F, -v m="$1" '$(NF - 1) == m && $NF != "" { print $1 ",," log($(NF - 2)) "," $NF }' "$folder/curve.csv" | both_depths 0.02 0.008; }
+
 first_budget() { awk -F, -v n="$2" 'NR == 2 { print $(NF - n) }' "$folder/$1" 2>/dev/null || true; }
 
+if [ -n "${BUDGET:-}" ] && [ -f "$folder/metrics.csv" ]; then
+    run=$(awk -F, 'NR > 1 && !seen[$(NF - 4)]++ { print $(NF - 4) }' "$folder/metrics.csv" | sort -n)
+    if ! grep -qxF -- "$BUDGET" <<<"$run"; then
+        echo "draw.sh: $folder has no budget $BUDGET; it has ${run//$'\n'/, }" >&2
+        exit 65
+    fi
+fi
+
 extra=""
-if has curve.csv recall_mean 0; then draw recall "$@"; fi
+if has curve.csv recall_mean 0; then
+    extra=$(curve_depths recall_mean)
+    draw recall "$@"
+fi
 if has curve.csv accuracy_recall 0; then
+    extra=$(curve_depths accuracy_recall)
     draw accuracy "$@"
-    if has curve.csv retained_mass 0; then draw correlation "$@"; fi
+    if has curve.csv retained_mass 0; then
+        extra=$(awk -F, 'NR > 1 && $NF != "" { for (i = 1; i < 4; i++) if ($(NF - i) != "") print $1 "," i "," $(NF - i) "," $NF }' \
+            "$folder/points.csv" | both_depths 0.015 0.015)
+        draw correlation "$@"
+    fi
 fi
 if [ -f "$folder/power.csv" ] && [ "$(awk -F, 'NR > 1 && $4 != "" { print $2 }' "$folder/power.csv" | sort -u | wc -l)" -gt 1 ]; then
+    extra=$(awk -F, 'NR > 1 && $4 != "" { print $1 " " $3 ",," ($2 == "max" ? 99 : log($2)) "," $4 }' "$folder/power.csv" | both_depths 0.02 0.008)
     draw power "$@"
 fi
 
 if has metrics.csv recall 1; then
     budget=${BUDGET:-$(awk -F, '$(NF-2) == "recall" && $(NF-1) != "" { print $(NF-4); exit }' "$folder/metrics.csv")}
-    extra="budget=$(quote "$budget")"
-    draw heatmap "$@"
+    if rows metrics.csv "$budget" 4 4 recall; then
+        extra="rows='$temporary'; budget=$(quote "$budget")"
+        draw heatmap "$@"
+    fi
 fi
 
 if [ -f "$folder/timeline.csv" ] && [ "$(head -n 2 "$folder/timeline.csv" | wc -l)" = 2 ]; then
@@ -89,7 +147,9 @@ if [ -f "$folder/timeline.csv" ] && [ "$(head -n 2 "$folder/timeline.csv" | wc -
           awk -F, 'NR == 2 { print $(NF-4), $(NF-3) }' "$folder/timeline.csv"; } | head -n 1)
     layer=${LAYER:-$layer}
     kv_head=${KV_HEAD:-$kv_head}
-    awk -F, -v b="$budget" -v l="$layer" -v h="$kv_head" '$(NF-5) == b && $(NF-4) == l && $(NF-3) == h' "$folder/timeline.csv" >"$temporary"
+    rows timeline.csv "$budget" 5 || true
+    awk -F, -v l="$layer" -v h="$kv_head" '$2 == l && $3 == h' "$temporary" >"$temporary.2"
+    mv "$temporary.2" "$temporary"
     if [ ! -s "$temporary" ]; then
         echo "draw.sh: $folder/timeline.csv has no budget $budget, layer $layer, KV head $kv_head" >&2
         exit 65
@@ -111,7 +171,11 @@ fi
 script=""
 if rows pattern.csv "$budget" 4; then
     n_head=$(awk -F, 'NR > 1 && $(NF - 1) + 1 > n { n = $(NF - 1) + 1 } END { print n + 0 }' "$folder/evict_ratio.csv")
-    extra="$common; n_head=$n_head"
+    # Kinds in a fixed order, so that a colour means the same in every picture: those of contract.md 4, then others by name.
+    kinds=$(awk -F, 'BEGIN { n = split("special value scratch name structure filler equation", known, " ")
+                             for (i = 1; i <= n; i++) { at[known[i]] = i; print i "," known[i] } }
+                     !($4 in at) { at[$4] = ++n; print "9," $4 }' "$temporary" | sort -t, -k1,1n -k2 | cut -d, -f2 | awk '{ printf " \"%s\"", $0 }')
+    extra="$common; n_head=$n_head; kinds=$(quote "$kinds")"
     draw pattern "$@"
 fi
 extra=$common

@@ -30,4 +30,4 @@ do for [layer = layer_min + 1 : layer_max] {
 plot for [i = 1:n] $mean using (real(word(strcol(1), 1))):(real(word(strcol(1), 2))):(slot * 0.4):(0.005) index i - 1 \
          with boxxyerror lc rgb okabe_ito[(i - 1) % 8 + 1] fs solid 0.45 noborder notitle, \
      for [i = 1:n] rows using (of(i) ? x(i, column(2)) + apart(column(3)) : NaN):4 with points lt i title word(seen, i), \
-     NaN with lines lw 4 lc rgb '#B8B8B8' title 'mean of the heads'
+     NaN with lines lw 4 dt 1 lc rgb '#B8B8B8' title 'mean of the heads'

@@ -1,12 +1,9 @@
-# Retention recall of every layer and KV head at one budget; a group of columns per policy. Extra variable: budget.
+# Retention recall of every layer and KV head at one budget; a group of columns per policy. Extra variables:
+# rows, a file of lines label,layer,kv_head,value of one budget; budget.
 load home . '/style.gp'
 W = 1000; H = 540; eval begin
-file = folder . '/metrics.csv'
-# Columns: trace,layer,kv_head,policy,variant,budget,seed,metric,value,n
-wanted(dummy) = strcol(8) eq 'recall' && strcol(6) eq budget && strcol(3) ne 'all' && valid(9)
-label(dummy) = label_of(strcol(4), strcol(5))
-stats file using (wanted(0) ? remember(label(0)) : 0) nooutput
-stats file using (wanted(0) ? column(3) : NaN):(wanted(0) ? column(2) : NaN) nooutput name 'at'
+stats rows using (remember(strcol(1))) nooutput
+stats rows using 3:2 nooutput name 'at'
 n_head = int(at_max_x) + 1
 step = n_head + 0.5
 set title 'Retention recall by layer and KV head, budget ' . budget
@@ -27,8 +24,8 @@ if (words(seen) > 5) { set xtics rotate by -25 }
 unset grid
 unset key
 set border 0
-x(i) = wanted(0) && label(0) eq word(seen, i) ? (i - 1) * step + column(3) : NaN
+x(i) = strcol(1) eq word(seen, i) ? (i - 1) * step + column(3) : NaN
 numbers = words(seen) * n_head <= 24 && at_max_y - at_min_y < 16
-plot for [i = 1:words(seen)] file using (x(i)):2:(0.5):(0.5):9 with boxxyerror lc palette fs solid noborder, \
-     for [i = 1:(numbers ? words(seen) : 0)] file using (x(i)):2:(sprintf('%.2f', column(9))):(column(9) < 0.55 ? 0xFFFFFF : 0) \
+plot for [i = 1:words(seen)] rows using (x(i)):2:(0.5):(0.5):4 with boxxyerror lc palette fs solid noborder, \
+     for [i = 1:(numbers ? words(seen) : 0)] rows using (x(i)):2:(sprintf('%.2f', column(4))):(column(4) < 0.55 ? 0xFFFFFF : 0) \
          with labels tc rgb variable font font . ',8'

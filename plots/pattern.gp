@@ -1,12 +1,13 @@
 # How many KV heads hold each of the last decidable tokens at the end, a panel per policy (layers down, tokens across), with the kind of
-# each token below. Extra variables: rows, a file of lines label,layer,token,kind,kept_heads of one budget; n_head; budget.
+# each token below. Extra variables: rows, a file of lines label,layer,token,kind,kept_heads of one budget; kinds, every name of
+# a kind in the order of the colours; n_head; budget.
 load home . '/style.gp'
 stats rows using (remember(strcol(1))) nooutput
 labels = seen
 n = words(labels)
 seen = ''
-stats rows using (remember(strcol(4))) nooutput
-kinds = seen
+stats rows using (remember(strcol(4))) nooutput # the kinds that occur
+colour(k) = okabe_ito[(k - 1) % 8 + 1]
 stats rows using 2 nooutput name 'layer'
 stats rows using 3 nooutput name 'token'
 n_layer = layer_max - layer_min + 1
@@ -27,10 +28,14 @@ set border 0
 set lmargin at screen left
 set rmargin at screen right
 set label "KV heads that\nhold the token" at screen right + 25.0 / W, 1 - 45.0 / H
+shown = ''
 do for [k = 1:words(kinds)] {
-    set object k rectangle center screen left + (115.0 * k - 109) / W, 20.0 / H size screen 12.0 / W, 12.0 / H \
-        fc rgb okabe_ito[(k - 1) % 8 + 1] fs solid noborder
-    set label word(kinds, k) at screen left + (115.0 * k - 97) / W, 20.0 / H
+    if (!strstrt(seen, '"' . word(kinds, k) . '"')) { continue }
+    shown = shown . ' ' . k
+    place = words(shown)
+    set object k rectangle center screen left + (115.0 * place - 109) / W, 20.0 / H size screen 12.0 / W, 12.0 / H \
+        fc rgb colour(k) fs solid noborder
+    set label word(kinds, k) at screen left + (115.0 * place - 97) / W, 20.0 / H
 }
 do for [i = 1:n] {
     set tmargin at screen below(i) + panel / real(H)
@@ -54,9 +59,9 @@ do for [i = 1:n] {
     set bmargin at screen below(i) - (3.0 + strip) / H
     set yrange [0 : 1]
     if (i == n) { set xtics nomirror out 16; set xlabel 'token (the last before the window)' } else { set xtics scale 0; set format x '' }
-    plot for [k = 1:words(kinds)] rows using \
-         (strcol(1) eq word(labels, i) && strcol(4) eq word(kinds, k) ? column(3) : NaN):(0.5):(0.52):(0.5) \
-         with boxxyerror lc rgb okabe_ito[(k - 1) % 8 + 1] fs solid noborder
+    plot for [k in shown] rows using \
+         (strcol(1) eq word(labels, i) && strcol(4) eq word(kinds, int(k)) ? column(3) : NaN):(0.5):(0.52):(0.5) \
+         with boxxyerror lc rgb colour(int(k)) fs solid noborder
     set format x '%g'
 }
 unset multiplot

@@ -1,4 +1,5 @@
-# Accuracy of the model under eviction by the power of the target, a line per policy and budget.
+# Accuracy of the model under eviction by the power of the target, a line per policy and budget. Extra
+# variables: depth, stretch, see style.gp.
 load home . '/style.gp'
 W = 900; H = 540; eval begin
 # Columns: label,power,budget,accuracy
@@ -19,4 +20,4 @@ set yrange [0 : 1.02]
 set xtics ('max' beyond)
 do for [i = 1:words(powers)] { set xtics add (word(powers, i) real(word(powers, i))) }
 plot for [i = 1:words(seen)] file using (label(0) eq word(seen, i) ? (strcol(2) eq 'max' ? beyond : column(2)) : NaN):4 smooth unique \
-     with linespoints lt i title word(seen, i)
+     with linespoints lt i lw wide(i) ps large(i) title word(seen, i)

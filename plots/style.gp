@@ -16,16 +16,16 @@ set datafile separator ','
 set datafile missing NaN # a row of another curve is skipped without a gap in the line
 
 array okabe_ito[8] = ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000', '#8C8C00']
-array shapes[8] = [7, 5, 9, 13, 11, 6, 4, 8]
-array dashes[4] = [1, 5, 4, 3]
+array shapes[16] = [7, 5, 9, 13, 11, 15, 4, 6, 8, 12, 6, 10, 14, 4, 7, 5]
+array dashes[4] = ['solid', '(4, 4)', '(10, 4)', '(9, 3, 2, 3)']
 do for [i = 1:32] {
-    set linetype i lc rgb okabe_ito[(i - 1) % 8 + 1] pt shapes[(i - 1 + (i - 1) / 8) % 8 + 1] ps 0.9 \
-        lw 2 dt dashes[(i - 1) / 8 + 1]
+    eval sprintf("set linetype %d lc rgb okabe_ito[%d] pt %d ps 0.9 lw 2 dt %s", i, (i - 1) % 8 + 1, shapes[(i - 1) % 16 + 1], \
+        dashes[(i - 1) / 8 + 1])
 }
 set border 3 lc rgb '#404040'
 set tics nomirror out textcolor rgb '#202020'
 set grid lc rgb '#D0D0D0' lw 1 dt 1
-set key outside right top Left reverse samplen 2 spacing 1.15 width 1
+set key outside right top Left reverse samplen 4 spacing 1.15 width 1
 
 # Shares from 0 to 1: cividis, which also reads the same for colour-blind readers and in grey.
 set palette defined (0 '#00224E', 0.25 '#434E6C', 0.5 '#7D7C78', 0.75 '#BCAF6F', 1 '#FEE838')
@@ -34,4 +34,18 @@ set palette defined (0 '#00224E', 0.25 '#434E6C', 0.5 '#7D7C78', 0.75 '#BCAF6F',
 # used with word() and words(). Entries are quoted, so they may hold blanks.
 seen = ''
 remember(x) = strstrt(seen, '"' . x . '"') ? 0 : strlen(seen = seen . ' "' . x . '"')
-label_of(policy, variant) = variant eq '' ? policy : policy . ':' . variant
+
+# Curves that meet (draw.sh: how many lie above the i-th, at a point and along a stretch): those below have larger marks and wider lines.
+level(list, i) = words(list) >= i ? (int(word(list, i)) < 3 ? int(word(list, i)) : 3) : 0
+wide(i) = 2 + 3 * level(stretch, i)
+large(i) = 0.9 + 0.5 * level(depth, i)
+
+# `budgets = seen; eval tick_budgets`: ticks at the budgets of a logarithmic axis, labelled while there is room.
+tick_budgets = "set xtics (); labelled = ''; room = (log(budget_max / budget_min) + 2 * log(1.25)) / (words(budgets) > 8 ? 8.0 : 15.0);" \
+    . " do for [b in budgets] { free = 1;" \
+    . " do for [other in labelled] { if (abs(log(real(b) / other)) < room) { free = 0 } };" \
+    . " if (free) { labelled = labelled . ' ' . b; set xtics add (b real(b)) } else { set xtics add ('' real(b) 1) } }"
+
+# Room for a legend right of the panels, in pixels: the longest entry of the list `names`.
+legend(names) = 75 + 8 * longest(names)
+longest(names) = (most = 9, sum [n = 1:words(names)] (strlen(word(names, n)) > most ? (most = strlen(word(names, n)), 0) : 0), most)

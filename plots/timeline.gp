@@ -1,11 +1,9 @@
 # Retained set over time, one panel per policy: which share of the tokens (across) is in the cache when a query (up) attends. Extra
-# variables: rows_of_head, the lines of timeline.csv (no header) of one budget, layer and KV head; budget, layer, kv_head.
+# variables: rows_of_head, a file of lines label,layer,kv_head,query_bin,token_bin,kept_share of one budget, layer and KV head; budget, layer, kv_head.
 load home . '/style.gp'
-# Columns: policy,variant,budget,layer,kv_head,query_bin,token_bin,kept_share
 file = rows_of_head
-label(dummy) = label_of(strcol(1), strcol(2))
-stats file using (remember(label(0))) nooutput
-stats file using 6 nooutput name 'bin'
+stats file using (remember(strcol(1))) nooutput
+stats file using 4 nooutput name 'bin'
 n_bin = bin_max + 1
 columns = words(seen) < 4 ? words(seen) : 4
 rows = (words(seen) + columns - 1) / columns
@@ -29,7 +27,7 @@ do for [i = 1:words(seen)] {
     if ((i - 1) % columns == 0) { set ylabel 'query (% of trace)'; set format y '%g' } else { unset ylabel; set format y '' }
     if (i + columns > words(seen)) { set xlabel 'token (% of trace)'; set format x '%g' } else { unset xlabel; set format x '' }
     if (i == words(seen)) { set colorbox user origin right + 25.0 / W, bottom size 15.0 / W, top - bottom }
-    plot file using (label(0) eq word(seen, i) ? percent(column(7)) : NaN):(percent(column(6))):(half):(half):8 \
+    plot file using (strcol(1) eq word(seen, i) ? percent(column(5)) : NaN):(percent(column(4))):(half):(half):6 \
         with boxxyerror lc palette fs solid noborder
 }
 unset multiplot

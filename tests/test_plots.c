@@ -117,6 +117,15 @@ static char *slurp(const char *folder, const char *name) {
     return text;
 }
 
+static void write_text(const char *folder, const char *name, const char *text) {
+    char path[512];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *f = fopen(path, "w");
+    cr_assert_not_null(f, "%s", path);
+    fputs(text, f);
+    fclose(f);
+}
+
 static int shell(const char *format, const char *a, const char *b) {
     char command[1024];
     snprintf(command, sizeof command, format, a, b);
@@ -140,7 +149,7 @@ Test(plots, tables) {
                      "oracle:power=2,oracle,power=2,16,0.4,0.9,0.7,0.9\n"
                      "oracle:power=max,oracle,power=max,32,0.6,1,0.85,0.95\n"
                      "oracle_step,oracle_step,,16,,,0.9,\n"
-                     "file:path=a;b,file,\"path=a,b\",32,0.45,0.7,0.75,\n");
+                     "file,file,\"path=a,b\",32,0.45,0.7,0.75,\n");
     /* Four points have an accuracy; recall ranks 1 3 2 4, hits 1 2 3 4, mass 1 3 2 4 against 1 2 3 4. */
     cr_assert_str_eq(slurp(a, "correlation.csv"), "metric,rho,n\nrecall_mean,0.8,4\n"
                                                   "retrieval_hit,1,4\nretained_mass,0.8,4\n");
@@ -150,6 +159,16 @@ Test(plots, tables) {
     cr_assert(strstr(curve, "label,policy,variant,budget,metric,value\n") == curve);
     cr_assert(strstr(curve, "\noracle:power=2,oracle,power=2,16,accuracy_recall,0.9\n"));
     cr_assert(strstr(curve, "\noracle_step,oracle_step,,16,recall_mean,\n"), "undefined is empty");
+    write_text(
+        a, "summary.json",
+        "{\"results\": [{\"policy\": \"file\", \"variant\": \"item=x:path=a\", \"budget\": 1},"
+        "{\"policy\": \"file\", \"variant\": \"item=x:path=b\", \"budget\": 1},"
+        "{\"policy\": \"file\", \"variant\": \"item=y:path=b\", \"budget\": 1}]}");
+    cr_assert_eq(kv_plot_data(runs, 1, a), KV_OK, "%s", kv_error_message());
+    const char *const points = slurp(a, "points.csv");
+    cr_assert(strstr(points, "\nfile:item=x:path=a,") && strstr(points, "\nfile:item=x:path=b,") &&
+                  strstr(points, "\nfile:item=y,"),
+              "two files that would be called alike keep their paths: %s", points);
     cr_assert_eq(kv_plot_data(&runs[1], 1, b), KV_OK);
     cr_assert_str_eq(slurp(b, "correlation.csv"),
                      "metric,rho,n\nrecall_mean,,1\nretrieval_hit,,1\nretained_mass,,1\n",
@@ -281,8 +300,8 @@ Test(plots, pictures) {
         {"recall.svg",
          9,
          {"Retention recall against budget", "budget (tokens kept per KV head)",
-          "recall (share of the oracle's long-range keys)", "h2o", "oracle:power=2",
-          "file:path=a;b", "chance"}},
+          "recall (share of the oracle's long-range keys)", "h2o", "oracle:power=2", "file",
+          "chance"}},
         {"accuracy.svg",
          3,
          {"Token accuracy against budget", "budget (tokens kept per KV head)",
@@ -329,9 +348,9 @@ Test(plots, pictures) {
         /* bars and numbers of 2 policies */
         {"delay.svg",
          4,
-         {"Token accuracy by scorer and delay, budget 16", "share of tokens, or of decisions",
-          "next token", "keep or drop", "h2o (no delay)", "oracle:power=2 (delay 256)", "0.600",
-          "0.920"}},
+         {"Tokens and decisions right, by scorer and delay, budget 16",
+          "share of tokens, or of decisions", "next token", "keep or drop", "h2o (no delay)",
+          "oracle:power=2 (delay 256)", "0.600", "0.920"}},
         {"power.svg",
          2,
          {"Token accuracy by power of the target",
@@ -376,6 +395,11 @@ Test(plots, drawing_fails_loudly) {
     cr_assert_eq(shell("plots/draw.sh '%s' 2>'%s/log'", folder, folder), 0);
     cr_assert(strstr(slurp(folder, "log"), "no defined values"), "%s", slurp(folder, "log"));
     cr_assert_eq(kv_plot_data(runs, 1, folder), KV_OK);
+    /* A budget that was not run. */
+    write_heads(folder);
+    cr_assert_eq(shell("BUDGET=24 plots/draw.sh '%s' svg 2>'%s/log'", folder, folder), 65);
+    cr_assert(strstr(slurp(folder, "log"), "has no budget 24; it has 16, 32\n"), "%s",
+              slurp(folder, "log"));
     /* A gnuplot that fails. */
     cr_assert_eq(shell("printf '#!/bin/sh\\nexit 3\\n' >'%s/gnuplot'; chmod +x '%s/gnuplot'",
                        folder, folder),
