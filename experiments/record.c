@@ -66,7 +66,7 @@ static kv_status check_tokens(const kv_record_options *o, const kv_model *model,
             KV_RAISE(KV_E_DATA,
                      "%s: token %d is %d, but the vocabulary of %s ends at %d; use the model's own "
                      "tokenizer",
-                     o->tokens ? o->tokens : o->corpus, i, s->token[i], model->path,
+                     o->tokens ? o->tokens : o->corpus, i + 1, s->token[i], model->path,
                      model->config.vocab - 1);
     if (s->n > model->config.max_position)
         kv_log(KV_LOG_WARN, "record",

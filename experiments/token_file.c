@@ -20,7 +20,7 @@ typedef struct id_list {
     size_t room;
 } id_list;
 
-/* `unit` and `at` say where the value stands: "line 7". */
+/* `unit` and `at` say where the value stands, counted from 1: "line 7". */
 static kv_status append(id_list *l, long long value, const char *unit, long long at) {
     if (value < 0 || value > INT32_MAX)
         return KV_FAIL(KV_E_DATA, "%s: %s %lld holds %lld, expected a token id 0..%d", l->path,
@@ -71,6 +71,12 @@ static const char *npy_value(const char *header, const char *key) {
     return at + strspn(at, "' :");
 }
 
+/* Characters of a tuple up to its bracket, at most 40 of one that has none. */
+static int shape_length(const char *shape) {
+    const size_t n = strcspn(shape, ")\n");
+    return n < 40 ? (int)n + (shape[n] == ')') : 40;
+}
+
 static long long npy_integer(const unsigned char *raw, int size, bool is_signed, bool big) {
     uint64_t x = 0;
     for (int i = 0; i < size; i++) x |= (uint64_t)raw[big ? size - 1 - i : i] << 8 * i;
@@ -100,13 +106,13 @@ static kv_status read_npy(FILE *f, id_list *l) {
                  type ? type : "");
     char end[2] = "";
     if (!shape || sscanf(shape, "(%lld, %1[)]", &n, end) != 2)
-        KV_RAISE(KV_E_DATA, "%s: holds an array of shape %.40s, expected one dimension (n,)",
-                 l->path, shape ? shape : "?");
+        KV_RAISE(KV_E_DATA, "%s: holds an array of shape %.*s, expected one dimension (n,)",
+                 l->path, shape ? shape_length(shape) : 1, shape ? shape : "?");
     for (long long i = 0; i < n; i++) {
         if (fread(raw, 1, (size_t)size, f) != (size_t)size)
             KV_RAISE(KV_E_DATA, "%s: ends after %lld of %lld tokens; it is truncated", l->path, i,
                      n);
-        KV_TRY(append(l, npy_integer(raw, size, class == 'i', order == '>'), "index", i));
+        KV_TRY(append(l, npy_integer(raw, size, class == 'i', order == '>'), "token", i + 1));
     }
 out:
     free(header);
@@ -125,7 +131,7 @@ static kv_status read_plain_hdf5(const char *path, hid_t file, id_list *l) {
         KV_RAISE(KV_E_DATA, "%s: /token must hold integers in one dimension", path);
     KV_NEW(value, found.dim[0]);
     KV_TRY(kv_found_read_ints(&view, &found, value));
-    for (int64_t i = 0; i < found.dim[0]; i++) KV_TRY(append(l, value[i], "/token, index", i));
+    for (int64_t i = 0; i < found.dim[0]; i++) KV_TRY(append(l, value[i], "/token, value", i + 1));
 out:
     free(found.path);
     free(value);
@@ -146,7 +152,7 @@ static kv_status read_hdf5(id_list *l) {
     if (info->n_request != 1)
         KV_RAISE(KV_E_DATA, "%s: holds %d requests, tokens are taken from a trace of one", l->path,
                  info->n_request);
-    for (int64_t i = 0; i < info->n_token; i++) KV_TRY(append(l, info->token[i], "index", i));
+    for (int64_t i = 0; i < info->n_token; i++) KV_TRY(append(l, info->token[i], "token", i + 1));
 out:
     kv_trace_close(trace);
     kv_h5_close(file);

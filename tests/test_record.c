@@ -121,9 +121,9 @@ Test(record, token_files_of_every_kind) {
                {"4.txt", KV_E_DATA, "no tokens"},
                {"5.txt", KV_E_DATA, "4294967296"},
                {"6.txt", KV_E_DATA, "'1.5'"},
-               {"7.npy", KV_E_DATA, "index 1 holds -1"},
+               {"7.npy", KV_E_DATA, "token 2 holds -1"},
                {"8.npy", KV_E_DATA, "<f4"},
-               {"9.npy", KV_E_DATA, "(1, 2)"},
+               {"9.npy", KV_E_DATA, "shape (1, 2), expected"},
                {"10.npy", KV_E_DATA, "2 of 3"},
                {"11.npy", KV_E_DATA, "truncated"}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
@@ -277,7 +277,7 @@ Test(record, wrong_requests_are_named) {
         {"negative", tiny, NULL, "tokens.txt", "t.h5", -1, KV_E_USAGE, "-1"},
         {"missing tokens", tiny, NULL, "none.txt", "t.h5", 0, KV_E_NOINPUT, "none.txt"},
         {"missing model", "none", NULL, "tokens.txt", "t.h5", 0, KV_E_NOINPUT, "none"},
-        {"beyond the vocabulary", tiny, NULL, "far.txt", "t.h5", 0, KV_E_DATA, "token 1 is 61"},
+        {"beyond the vocabulary", tiny, NULL, "far.txt", "t.h5", 0, KV_E_DATA, "token 2 is 61"},
         {"corpus of another language", tiny, "reasoning", NULL, "t.h5", 512, KV_E_DATA,
          "vocabulary"},
         {"occupied", tiny, NULL, "tokens.txt", "exists.h5", 0, KV_E_CANTCREATE, "--force"},
