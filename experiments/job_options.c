@@ -24,9 +24,12 @@ static const job_option table[] = {
      "Cache entries per KV head, sinks and window included: counts (2048) or, with a point, "
      "fractions of the longest document (0.125)",
      1, false},
-    {"sinks", "N", "run", "sinks", NULL, "First tokens that always stay (default 4)", 2, false},
+    {"sinks", "N", "run", "sinks", NULL,
+     "First tokens that priority policies and dms always keep and that never count as far (default "
+     "4)",
+     2, false},
     {"window", "N", "run", "window", NULL,
-     "Newest tokens that always stay, the query itself included (default 256)", 2, false},
+     "The same of the newest tokens, the query itself included (default 256)", 2, false},
     {"seed", "N", "run", "seed", NULL, "Seed of the random policy (default 1)", 2, false},
     {"model", "DIR", "run", "model", NULL,
      "Model folder for accuracy (experiment: left out, the embedded model is used for traces that "
