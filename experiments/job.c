@@ -289,6 +289,8 @@ kv_status kv_job_run(kv_job job, const kv_config *config) {
     }
     if (!kv_config_text(config, "output")[0]) kv_link(r.folder, "results/latest");
     kv_table_print(summary, r.folder, !quiet);
+    if (kv_config_flag(config, "decode") && job == KV_JOB_EXPERIMENT && !quiet)
+        kv_decode_print(summary);
 out:
     json_decref(summary);
     json_decref(r.identity);

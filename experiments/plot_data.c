@@ -82,8 +82,7 @@ static int short_length(const char *policy, const char *variant) {
     return path ? (int)(path - variant) : (int)strlen(variant);
 }
 
-/* How much of the variant stands in the label: two files that would be called alike keep their paths (plots/draw.sh does the same). */
-static int label_length(const json_t *results, const char *policy, const char *variant) {
+int kv_label_length(const json_t *results, const char *policy, const char *variant) {
     const int n = short_length(policy, variant);
     size_t i;
     json_t *row;
@@ -142,7 +141,7 @@ static kv_status add_result(tables *t, const json_t *results, size_t i) {
         return KV_FAIL(KV_E_DATA, "results[%zu] lacks policy, variant (texts) or budget (integer)",
                        i);
     const char *const name = json_string_value(policy), *const form = json_string_value(variant);
-    const int n = label_length(results, name, form);
+    const int n = kv_label_length(results, name, form);
     for (size_t c = 0; c < CURVES; c++) {
         put_key(t->curve, name, form, n, json_integer_value(budget));
         fprintf(t->curve, "%s,", curves[c].name);

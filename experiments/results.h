@@ -29,6 +29,13 @@ kv_status kv_delay_csv_write(const kv_report *report, const char *folder);
 /* The table of a summary on stdout, what each column means, and where the files are. */
 void kv_table_print(const json_t *summary, const char *folder, bool explain);
 
+/* Below the table, when `kvlab experiment --decode` has passed: how many rows it decoded. */
+void kv_decode_print(const json_t *summary);
+
+/* How many bytes of the variant stand in the label policy:variant. The policy `file` is named without its path, unless two files of
+ * `results` would then be called alike (plots/draw.sh does the same). */
+int kv_label_length(const json_t *results, const char *policy, const char *variant);
+
 /* JSON is UTF-8, file names and attributes need not be: then every byte beyond ASCII becomes '?'. */
 json_t *kv_json_text(const char *text);
 

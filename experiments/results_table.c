@@ -27,11 +27,17 @@ static bool sees_future(const json_t *row) {
     return (p && p->non_causal) || strcmp(anchor, "all") == 0;
 }
 
-/* Label of a row: name, variant, '*' when it sees the future. Returns its length in bytes (all ASCII). */
-static int label(const json_t *row, char *out, size_t size) {
-    const char *variant = text(row, "variant");
-    return snprintf(out, size, "%s%s%.60s%s", text(row, "policy"), variant[0] ? ":" : "", variant,
-                    sees_future(row) ? " *" : "");
+/* policy:variant; its length in bytes (all ASCII). */
+static int plain_label(const json_t *results, const json_t *row, char *out, size_t size) {
+    const char *const policy = text(row, "policy"), *const variant = text(row, "variant");
+    const int n = kv_label_length(results, policy, variant);
+    return snprintf(out, size, "%s%s%.*s", policy, n > 0 ? ":" : "", n < 60 ? n : 60, variant);
+}
+
+/* The same, with '*' when the row sees the future. */
+static int label(const json_t *results, const json_t *row, char *out, size_t size) {
+    const int n = plain_label(results, row, out, size);
+    return n + snprintf(out + n, size - (size_t)n, "%s", sees_future(row) ? " *" : "");
 }
 
 static void share(double x, int width) { /* a number in [0,1] or so */
@@ -54,7 +60,7 @@ static int label_width(const json_t *results) {
     json_t *row;
     char name[256];
     json_array_foreach(results, i, row) {
-        int n = label(row, name, sizeof name);
+        int n = label(results, row, name, sizeof name);
         if (n > width) width = n;
     }
     return width;
@@ -64,11 +70,11 @@ static void print_metrics(const json_t *results, int width) {
     size_t i;
     json_t *row;
     char name[256];
-    printf("%-*s  %14s  %6s  %8s  %8s  %8s  %8s  %8s  %9s  %9s  %7s\n", width, "policy", "budget",
-           "recall", "(chance)", "hit", "mass", "out.err", "accuracy", "kept", "cache MiB",
-           "seconds");
+    printf("%-*s  %6s %7s  %6s  %8s  %8s  %8s  %8s  %8s  %9s  %9s  %7s\n", width, "policy",
+           "budget", "", "recall", "(chance)", "hit", "mass", "out.err", "accuracy", "kept",
+           "cache MiB", "seconds");
     json_array_foreach(results, i, row) {
-        label(row, name, sizeof name);
+        label(results, row, name, sizeof name);
         printf("%-*s  %6.0f %6.2f%%", width, name, number(row, "budget"),
                100 * number(row, "budget_fraction"));
         share(number(row, "recall_mean"), 6);
@@ -93,10 +99,10 @@ static void print_accuracy(const json_t *results, int width) {
     size_t i;
     json_t *row;
     char name[256];
-    printf("%-*s  %14s  %8s  %8s  %8s  %8s  %8s  %10s\n", width, "policy", "budget", "recall",
-           "result", "determ.", "problem", "agree", "KL (nats)");
+    printf("%-*s  %6s %7s  %8s  %8s  %8s  %8s  %8s  %10s\n", width, "policy", "budget", "",
+           "recall", "result", "determ.", "problem", "agree", "KL (nats)");
     json_array_foreach(results, i, row) {
-        label(row, name, sizeof name);
+        label(results, row, name, sizeof name);
         printf("%-*s  %6.0f %6.2f%%", width, name, number(row, "budget"),
                100 * number(row, "budget_fraction"));
         share(accuracy(row, "recall"), 8);
@@ -167,6 +173,61 @@ static void explain_nothing_evicted(const json_t *results) {
     }
 }
 
+/* Attend-then-evict shows budget + 1; `full` has no budget. */
+static void remark_overfull(const json_t *results) {
+    size_t i;
+    json_t *row;
+    char name[256];
+    json_array_foreach(results, i, row) {
+        const kv_policy *p = kv_policy_find(text(row, "policy"));
+        const double most = number(row, "kept_max"), budget = number(row, "budget");
+        if (!(most > budget + 1) || !p || strcmp(p->name, "full") == 0) continue;
+        plain_label(results, row, name, sizeof name);
+        if (p->kind == KV_GATE)
+            printf("%s: heads hold up to %.0f entries at budget %.0f: the gate decides, not the "
+                   "budget\n",
+                   name, most, budget);
+        else
+            printf("%s: holds up to %.0f entries, the budget is %.0f\n", name, most, budget);
+    }
+}
+
+/* Shipped weights are named by their budget. */
+static void remark_weights(const json_t *results) {
+    size_t i;
+    json_t *row;
+    char name[256];
+    json_array_foreach(results, i, row) {
+        const char *weights = text(json_object_get(row, "params"), "weights");
+        const char *at =
+            strncmp(weights, "policies/weights/", 17) == 0 ? strstr(weights, "-b") : NULL;
+        int trained = 0;
+        if (!at || sscanf(at, "-b%d.", &trained) != 1 || trained == number(row, "budget")) continue;
+        plain_label(results, row, name, sizeof name);
+        printf("%s: weights trained for %d serve %.0f\n", name, trained, number(row, "budget"));
+    }
+}
+
+void kv_decode_print(const json_t *summary) {
+    const json_t *results = json_object_get(summary, "results");
+    size_t i, n = 0;
+    json_t *row;
+    bool rerotates = false;
+    json_array_foreach(results, i, row) {
+        if (!isfinite(number(row, "cache_bytes_allocated"))) continue;
+        n++;
+        rerotates |= strcmp(text(json_object_get(row, "params"), "pos"), "cache") == 0;
+    }
+    if (n == 0) {
+        puts("decode: no row could be decoded: they see the future, have no cache, or read scores "
+             "from the trace");
+        return;
+    }
+    printf("decode: %zu of %zu rows decoded, every decision and output as replayed%s; "
+           "cache_bytes_allocated in summary.json\n",
+           n, json_array_size(results), rerotates ? " (pos=cache: decisions only)" : "");
+}
+
 void kv_table_print(const json_t *summary, const char *folder, bool explain) {
     const json_t *results = json_object_get(summary, "results");
     int width = label_width(results);
@@ -183,5 +244,7 @@ void kv_table_print(const json_t *summary, const char *folder, bool explain) {
     if (any(results, of_future))
         puts("*          sees the future: a yardstick, not a policy that could run");
     explain_nothing_evicted(results);
+    remark_overfull(results);
+    if (explain) remark_weights(results);
     printf("\nresults: %s/summary.json, metrics.csv, manifest.json\n", folder);
 }

@@ -210,6 +210,9 @@ Test(results, decoding_reports_what_it_allocated) {
     said =
         kv_run_command(RUN "--trace t.h5 --policy " POLICIES " --budget 20,40 --decode --output b");
     cr_assert_eq(said.code, 0, "%s", said.err);
+    cr_expect(strstr(said.out, "\ndecode: ") &&
+                  strstr(said.out, "rows decoded, every decision and output as replayed"),
+              "%s", said.out);
     json_t *masked = kv_load_json("a/summary.json"), *decoded = kv_load_json("b/summary.json"),
            *row;
     char *csv = read_text("b/metrics.csv");
@@ -242,6 +245,27 @@ Test(results, decoding_reports_what_it_allocated) {
     free(csv);
     json_decref(masked);
     json_decref(decoded);
+}
+
+/* What holds more than its budget is named below the table, by its short label; `full`, which has none, is not. */
+Test(results, rows_above_their_budget_are_remarked) {
+    write_trace("t.h5", false);
+    kv_said said =
+        kv_run_command(RUN "--trace t.h5 --policy full --budget 40 --save-evict --output a");
+    cr_assert_eq(said.code, 0, "%s", said.err);
+    cr_expect(!strstr(said.out, "holds up to"), "%s", said.out);
+    json_t *full = kv_load_json("a/summary.json");
+    const long long most = json_integer_value(
+        json_object_get(json_array_get(json_object_get(full, "results"), 0), "kept_max"));
+    char remark[128];
+    snprintf(remark, sizeof remark,
+             "\nfile:item=full: holds up to %lld entries, the budget is 40\n", most);
+    said = kv_run_command(
+        RUN "--trace t.h5 --policy h2o,file:path=a/evict.h5:item=full --budget 40 --output b");
+    cr_assert_eq(said.code, 0, "%s", said.err);
+    cr_expect(strstr(said.out, remark), "lacks %s: %s", remark, said.out);
+    cr_expect(!strstr(said.out, "h2o: holds"), "%s", said.out);
+    json_decref(full);
 }
 
 Test(results, a_trace_without_kinds_has_null_kinds) {
