@@ -49,7 +49,7 @@ $(foreach a,80 90a 100,$(eval $(BUILD)/sm_$(a)/%.o: CUDA_ARCHS := $(a)))
 .PHONY: bundle bundle-files
 BUNDLE_SYSTEM := libc|libm|libdl|librt|libpthread|ld-linux-x86-64|linux-vdso
 bundle: setup
-	@+$(MAKE) -s --no-print-directory CUDA=1 bundle-files
+	$(AGAIN) CUDA=1 bundle-files
 bundle-files: kvlab
 	@rm -rf bundle
 	@mkdir -p bundle/lib bundle/policies/weights bundle/traces bundle/tests
