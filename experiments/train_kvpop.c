@@ -107,8 +107,7 @@ static kv_net_spec make_spec(const kv_train_job *job, bool recurrent) {
     return s;
 }
 
-/* The run at whose cutoffs pairs are formed. An order learned at the edge of fewer slots is right among the best tokens, where a mistake
- * costs an answer; at the edge of what just fits both tokens hardly matter. */
+/* The run at whose cutoffs pairs are formed: at least one of the budget's long-range slots. experiments/finding/ measures what it does. */
 static kv_run boundary_run(const kv_train_job *job) {
     kv_run run = job->run;
     const int32_t k = run.budget - run.sinks - run.window;

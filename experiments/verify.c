@@ -48,6 +48,11 @@ bool kv_verify_skips(const kv_verify *v, int32_t n_token) {
 const kv_ops *kv_verify_ops(const kv_verify *v) { return v->ops; }
 kv_gpu *kv_verify_gpu(const kv_verify *v) { return v->gpu; }
 
+kv_status kv_verify_send(kv_gpu *g, const void *x, size_t bytes, kv_gpu_buffer **out) {
+    const kv_status st = kv_gpu_new(g, bytes, out);
+    return st == KV_OK && x ? kv_gpu_put(*out, x, bytes) : st;
+}
+
 void kv_verify_case(kv_verify *v, const char *format, ...) {
     va_list list;
     va_start(list, format);

@@ -23,6 +23,9 @@ bool kv_verify_skips(const kv_verify *v, int32_t n_token);
 const kv_ops *kv_verify_ops(const kv_verify *v);
 kv_gpu *kv_verify_gpu(const kv_verify *v);
 
+/* A new device buffer of that many bytes, filled with x unless that is NULL. */
+kv_status kv_verify_send(kv_gpu *g, const void *x, size_t bytes, kv_gpu_buffer **out);
+
 /* Names the case that the following comparisons belong to; printed with a failure. */
 void kv_verify_case(kv_verify *v, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

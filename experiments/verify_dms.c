@@ -115,11 +115,6 @@ out:
     return st;
 }
 
-static kv_status send(kv_gpu *g, const void *x, size_t bytes, kv_gpu_buffer **out) {
-    const kv_status st = kv_gpu_new(g, bytes, out);
-    return st == KV_OK && x ? kv_gpu_put(*out, x, bytes) : st;
-}
-
 static kv_status gpu_passes(kv_verify *v, const shape *s, problem *p) {
     kv_status st = KV_OK;
     enum { KEEP, D_O, O, DENSE, LSE, D_KEEP, OFF, BUFFERS };
@@ -144,13 +139,13 @@ static kv_status gpu_passes(kv_verify *v, const shape *s, problem *p) {
     if (kv_gpu_span_type(span) != s->type)
         KV_RAISE(KV_E_INTERNAL, "the span is %s on the GPU, meant to be %s",
                  kv_dtype_name(kv_gpu_span_type(span)), kv_dtype_name(s->type));
-    KV_TRY(send(g, p->log_keep, (size_t)(s->kv_heads * s->n) * 4, &b[KEEP]));
-    KV_TRY(send(g, p->d_o, cells * 4, &b[D_O]));
-    KV_TRY(send(g, p->o, cells * 4, &b[O]));
-    KV_TRY(send(g, p->dense, cells * 4, &b[DENSE]));
-    KV_TRY(send(g, NULL, rows * 4, &b[LSE]));
-    KV_TRY(send(g, NULL, rows * 4, &b[D_KEEP]));
-    KV_TRY(send(g, NULL, 2 * heads * 8, &b[OFF]));
+    KV_TRY(kv_verify_send(g, p->log_keep, (size_t)(s->kv_heads * s->n) * 4, &b[KEEP]));
+    KV_TRY(kv_verify_send(g, p->d_o, cells * 4, &b[D_O]));
+    KV_TRY(kv_verify_send(g, p->o, cells * 4, &b[O]));
+    KV_TRY(kv_verify_send(g, p->dense, cells * 4, &b[DENSE]));
+    KV_TRY(kv_verify_send(g, NULL, rows * 4, &b[LSE]));
+    KV_TRY(kv_verify_send(g, NULL, rows * 4, &b[D_KEEP]));
+    KV_TRY(kv_verify_send(g, NULL, 2 * heads * 8, &b[OFF]));
     KV_TRY(kv_gpu_soft_attend(span, &w, b[KEEP], b[O], b[DENSE], b[LSE]));
     KV_TRY(kv_gpu_soft_backward(span, &w, b[KEEP], b[O], b[LSE], b[D_O], b[D_KEEP]));
     KV_TRY(kv_gpu_get(b[O], p->o, cells * 4));

@@ -78,11 +78,6 @@ out:
     return st;
 }
 
-static kv_status send(kv_gpu *g, const void *x, size_t bytes, kv_gpu_buffer **out) {
-    const kv_status st = kv_gpu_new(g, bytes, out);
-    return st == KV_OK && x ? kv_gpu_put(*out, x, bytes) : st;
-}
-
 static kv_status gpu_passes(kv_verify *v, const shape *s, problem *p) {
     kv_status st = KV_OK;
     enum { PARAM, X, D_KEEP, OFF, LOGIT, KEEP, MARKED, GRAD, BUFFERS };
@@ -93,14 +88,14 @@ static kv_status gpu_passes(kv_verify *v, const shape *s, problem *p) {
                  inputs = (size_t)(lane_input(s, s->lanes - 1) + 1) * (size_t)s->n_token *
                           (size_t)s->spec.n_input,
                  heads = lanes * (size_t)s->queries;
-    KV_TRY(send(g, p->param, count * 4, &b[PARAM]));
-    KV_TRY(send(g, p->x, inputs * 4, &b[X]));
-    KV_TRY(send(g, p->d_keep, heads * n * 4, &b[D_KEEP]));
-    KV_TRY(send(g, p->off, 2 * heads * 8, &b[OFF]));
-    KV_TRY(send(g, NULL, lanes * n * 4, &b[LOGIT]));
-    KV_TRY(send(g, NULL, lanes * n * 4, &b[KEEP]));
-    KV_TRY(send(g, NULL, lanes * 4, &b[MARKED]));
-    KV_TRY(send(g, NULL, count * 4, &b[GRAD]));
+    KV_TRY(kv_verify_send(g, p->param, count * 4, &b[PARAM]));
+    KV_TRY(kv_verify_send(g, p->x, inputs * 4, &b[X]));
+    KV_TRY(kv_verify_send(g, p->d_keep, heads * n * 4, &b[D_KEEP]));
+    KV_TRY(kv_verify_send(g, p->off, 2 * heads * 8, &b[OFF]));
+    KV_TRY(kv_verify_send(g, NULL, lanes * n * 4, &b[LOGIT]));
+    KV_TRY(kv_verify_send(g, NULL, lanes * n * 4, &b[KEEP]));
+    KV_TRY(kv_verify_send(g, NULL, lanes * 4, &b[MARKED]));
+    KV_TRY(kv_verify_send(g, NULL, count * 4, &b[GRAD]));
     KV_TRY(kv_gpu_gates_new(g, &s->spec, s->lanes, s->group, &gates));
     /* Twice: first another step and all tokens, whose numbers must not remain. */
     for (uint32_t step = 0; step < 2; step++) {

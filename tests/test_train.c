@@ -315,6 +315,46 @@ static void check_use(const char *policy_name, const char *path) {
     kv_tensors_free(&weights);
 }
 
+static bool same_weights(const char *a, const char *b) {
+    kv_tensors x = opened(a), y = opened(b);
+    bool same = x.n_tensor == y.n_tensor;
+    for (int32_t i = 0; same && i < x.n_tensor; i++)
+        same = x.tensor[i].n_element == y.tensor[i].n_element &&
+               memcmp(x.tensor[i].data, y.tensor[i].data,
+                      (size_t)x.tensor[i].n_element * sizeof(float)) == 0;
+    kv_tensors_free(&x);
+    kv_tensors_free(&y);
+    return same;
+}
+
+/* A dense target does not depend on the budget, so pairs at the edge of a share of the slots are those of the budget with that many. */
+Test(train, boundary_is_a_smaller_budget) {
+    static const struct {
+        const char *boundary, *budget; /* of the 10 slots beside 2 sinks and window 8 */
+    } equal[] = {{"0.5", "15"}, {"0.41", "15"}, {"0", "11"}, {"1", "20"}};
+    write_trace("a.h5", 5000000001u, false);
+    write_trace("b.h5", 5000000002u, false);
+    for (size_t i = 0; i < sizeof equal / sizeof *equal; i++) {
+        char setting[64], share[32], whole[32];
+        snprintf(setting, sizeof setting, "kvpop_mlp.boundary=%s", equal[i].boundary);
+        snprintf(share, sizeof share, "share%zu.safetensors", i);
+        snprintf(whole, sizeof whole, "whole%zu.safetensors", i);
+        const char *const sets[] = {"kvpop_mlp.steps=4", "kvpop_mlp.mlp=8", setting, NULL};
+        kv_train_report report = {0};
+        kv_train_options o = small_options("kvpop_mlp", share);
+        o.set = sets;
+        o.n_set = 3;
+        cr_assert_eq(kv_train(&o, &report), KV_OK, "%s", kv_error_message());
+        o.output = whole;
+        o.budget = equal[i].budget;
+        o.n_set = 2;
+        cr_assert_eq(kv_train(&o, &report), KV_OK, "%s", kv_error_message());
+        cr_expect(same_weights(share, whole), "boundary %s is not budget %s", equal[i].boundary,
+                  equal[i].budget);
+    }
+    cr_expect_not(same_weights("share0.safetensors", "share3.safetensors"), "no effect");
+}
+
 Test(train, scorers_from_a_trace) {
     write_trace("a.h5", 5000000001u, true);
     write_trace("b.h5", 5000000002u, true);
