@@ -1,4 +1,4 @@
-// Key lists of masked attention: what a plan holds. Built by kept.cu, read by attend.cu.
+// Key lists of masked attention: what a plan holds. Built by kept.cu, read by attend.cuh.
 #ifndef KV_KERNELS_KEPT_CUH
 #define KV_KERNELS_KEPT_CUH
 
