@@ -118,8 +118,12 @@ kv_status kv_gpu_new(kv_gpu *g, size_t bytes, kv_gpu_buffer **out) {
     const cudaError_t e = cudaMallocAsync((void **)&b->raw, whole ? whole : 256, g->stream);
     if (e != cudaSuccess) {
         delete b;
-        return KV_FAIL(KV_E_INTERNAL, "no %zu bytes of GPU memory: %s", whole,
-                       cudaGetErrorString(e));
+        size_t free = 0, total = 0;
+        (void)cudaMemGetInfo(&free, &total);
+        return KV_FAIL(KV_E_INTERNAL,
+                       "the GPU gives no further %zu MiB (%s; %zu of %zu MiB free); end other "
+                       "programs on it, take fewer tokens, or run with --device cpu",
+                       (whole >> 20) + 1, cudaGetErrorString(e), free >> 20, total >> 20);
     }
     b->gpu = g;
     b->data = b->raw + border;

@@ -243,6 +243,8 @@ kv_status allocate(kv_gpu_boundary *b, const float *target) {
                {&b->tau, one * sizeof(int32_t)},        {&b->slope, lanes * pairs * sizeof(double)},
                {&b->by_fresh, tokens * sizeof(double)}, {&b->by_bound, tokens * sizeof(double)}};
     for (const auto &x : all) KV_RETURN(kv_gpu_new(b->gpu, x.bytes, x.to));
+    // Pairs are fetched whole, padding included.
+    KV_CUDA(cudaMemsetAsync(b->pair->data, 0, lanes * pairs * sizeof(kv_pair), b->gpu->stream));
     KV_RETURN(kv_gpu_put(b->target, target, tokens * sizeof(float)));
     return put_queries(b);
 }
