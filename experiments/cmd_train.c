@@ -36,7 +36,7 @@ static const struct argp_option options[] = {
     {"window", KEY_WINDOW, "N", 0,
      "Newest tokens that always stay, the query itself included (default 256)", 2},
     {"model", KEY_MODEL, "DIR", 0, "Make sure that the traces come from this model", 3},
-    {"device", KEY_DEVICE, "cpu|gpu", 0, "Where to compute targets and scorers (default cpu)", 3},
+    {"device", KEY_DEVICE, "cpu|gpu", 0, "Where to compute (default cpu)", 3},
     {"force", KEY_FORCE, NULL, 0,
      "Replace other weights and start over; take reasoning traces whose seed is unknown", 3},
     {0},

@@ -180,7 +180,7 @@ static kv_status run_step_bound(work *w, place *p, size_t i) {
     kv_status st = KV_OK;
     double *mass = NULL; /* [n_kv_head][stride] */
     KV_NEW(mass, p->span.n_kv_head * p->span.stride);
-    KV_TRY(kv_oracle_step_mass(&p->span, &w->e->plan->row[i].run, &p->dense, mass));
+    KV_TRY(w->e->ops->step_mass(&p->span, &w->e->plan->row[i].run, &p->dense, mass));
     KV_TRY(kv_metrics_add_step(w->metrics[i], &p->span, mass));
 out:
     free(mass);

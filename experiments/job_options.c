@@ -35,7 +35,10 @@ static const job_option table[] = {
      "Model folder for accuracy (experiment: left out, the embedded model is used for traces that "
      "it recorded)",
      3, false},
-    {"device", "cpu|gpu", "run", "device", NULL, "Where to compute (default cpu)", 3, false},
+    {"device", "cpu|gpu", "run", "device", NULL,
+     "Where to compute (default cpu); the schedule of oracle_exact and head sizes above 128 need "
+     "the CPU",
+     3, false},
     {"output", "DIR", "run", "output", NULL,
      "Results folder (default results/<name>/<trace>-<hash>)", 4, false},
     {"name", "NAME", "run", "name", NULL, "Folder below results/ (default: the command)", 4, false},

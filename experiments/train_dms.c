@@ -6,6 +6,7 @@
 
 #include "experiments/train.h"
 #include "experiments/train_dms_loss.h"
+#include "experiments/train_dms_offset.h"
 #include "experiments/train_params.h"
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
@@ -71,103 +72,16 @@ static kv_train_dms_options make_options(const kv_train_job *job) {
     return o;
 }
 
-/* Gate logits of all training traces (and the held-out one, last). */
-typedef struct gates {
-    const kv_train_job *job;
-    int32_t shift;
-    float **logit; /* [n_trace] -> [n_lane][n_token] */
-} gates;
-
-/* Mean cache of one trace when every logit is raised by `offset`: over heads and the queries u >= B (contract.md 3). */
-static void count_kept(const gates *g, int32_t trace, double offset, double *kept,
-                       double *queries) {
-    const kv_train_set *set = &g->job->set;
-    const kv_train_trace *t = &set->trace[trace];
-    int32_t n_lane = set->n_layer * set->n_kv_head, window = g->job->run.window;
-    int64_t counted = 0, seen = 0;
-    for (int32_t lane = 0; lane < n_lane; lane++)
-        for (int32_t doc = 0; doc < t->n_doc; doc++) {
-            const float *logit = g->logit[trace] + lane * t->n_token + t->doc_first[doc];
-            int64_t n = t->doc_first[doc + 1] - t->doc_first[doc], from = g->job->run.budget;
-            if (n > from) counted += n - from;
-            for (int64_t i = 0; i < n; i++) {
-                bool marked = i + g->shift < n && (double)logit[i + g->shift] + offset > 0;
-                int64_t end = marked && i + window < n ? i + window : n;
-                int64_t begin = i > from ? i : from;
-                if (end > begin) seen += end - begin;
-            }
-        }
-    *kept += (double)seen;
-    *queries += (double)counted;
-}
-
-static double mean_kept(const gates *g, int32_t first, int32_t end, double offset) {
-    double kept = 0, queries = 0;
-    for (int32_t i = first; i < end; i++) count_kept(g, i, offset, &kept, &queries);
-    return queries > 0 ? kept / queries : NAN;
-}
-
-/* The middle of the gap between logits in which -offset lies: rounding of the biased gate cannot then move a token across. */
-static double centre(const gates *g, double offset) {
-    double below = -INFINITY, above = INFINITY;
-    int64_t n_lane = (int64_t)g->job->set.n_layer * g->job->set.n_kv_head;
-    for (int32_t i = 0; i < g->job->plan.n_trace; i++)
-        for (int64_t j = 0; j < n_lane * g->job->set.trace[i].n_token; j++) {
-            double x = (double)g->logit[i][j];
-            if (x + offset > 0)
-                above = fmin(above, x);
-            else
-                below = fmax(below, x);
-        }
-    return isinf(below) || isinf(above) ? offset : -(below + above) / 2;
-}
-
-/* The offset at which the mean cache on the training traces is the budget. */
-static kv_status fit_offset(const gates *g, double *offset, double *kept) {
-    double low = -1e4, high = 1e4, budget = g->job->run.budget;
-    int32_t n = g->job->plan.n_trace;
-    for (int i = 0; i < 60; i++) {
-        double middle = (low + high) / 2;
-        if (mean_kept(g, 0, n, middle) > budget)
-            low = middle;
-        else
-            high = middle;
-    }
-    *offset = centre(g, high);
-    *kept = mean_kept(g, 0, n, *offset);
-    if (fabs(*kept - budget) <= 0.01 * budget) return KV_OK;
-    return KV_FAIL(KV_E_DATA,
-                   "no gate offset gives a mean cache of %.0f: the nearest is %.1f; the gate tells "
-                   "too few tokens apart, train it longer or with more hidden units",
-                   budget, *kept);
-}
-
-static kv_status offset_of(kv_train_job *job, const kv_train_dms *loss, const kv_train_state *state,
-                           int32_t shift, double *offset) {
-    kv_status st = KV_OK;
-    const kv_train_set *set = &job->set;
-    gates g = {.job = job, .shift = shift};
-    double kept;
-    KV_NEW(g.logit, set->n_trace);
-    for (int32_t i = 0; i < set->n_trace; i++) {
-        KV_NEW(g.logit[i], (int64_t)set->n_layer * set->n_kv_head * set->trace[i].n_token);
-        KV_TRY(kv_train_dms_logits(loss, state->param, i, g.logit[i]));
-    }
-    KV_TRY(fit_offset(&g, offset, &kept));
-    size_t used = strlen(job->report->text);
-    snprintf(job->report->text + used, sizeof job->report->text - used,
-             "gate offset %.4g: mean cache %.1f on the training traces", *offset, kept);
-    used = strlen(job->report->text);
-    if (job->plan.held_out >= 0)
-        snprintf(job->report->text + used, sizeof job->report->text - used,
-                 ", %.1f on the held-out one",
-                 mean_kept(&g, job->plan.held_out, job->plan.held_out + 1, *offset));
-    used = strlen(job->report->text);
-    snprintf(job->report->text + used, sizeof job->report->text - used, "\n");
-out:
-    for (int32_t i = 0; g.logit && i < set->n_trace; i++) free(g.logit[i]);
-    free(g.logit);
-    return st;
+static void report_offset(kv_train_job *job, const kv_train_dms_fit *fit) {
+    char *text = job->report->text;
+    const size_t room = sizeof job->report->text, used = strlen(text);
+    snprintf(text + used, room - used, "gate offset %.4g: mean cache %.1f on the training traces",
+             fit->offset, fit->kept);
+    const size_t more = strlen(text);
+    if (isnan(fit->held_out))
+        snprintf(text + more, room - more, "\n");
+    else
+        snprintf(text + more, room - more, ", %.1f on the held-out one\n", fit->held_out);
 }
 
 /* As the scorers: first layer normal with variance 1 / width, output 0; a linear gate starts at 0. */
@@ -188,7 +102,7 @@ static kv_status train(const kv_learner *learner, kv_train_job *job) {
     kv_train_dms *loss = NULL;
     kv_train_state state = {0};
     const char *more[16];
-    double offset = 0;
+    kv_train_dms_fit fit;
     kv_train_dms_options o = make_options(job);
     if (o.spec.source == KV_DMS_CHANNEL && o.spec.channel >= job->set.head_dim)
         return KV_FAIL(KV_E_USAGE, "%s.channel: %d; keys have %d channels", learner->policy,
@@ -208,10 +122,11 @@ static kv_status train(const kv_learner *learner, kv_train_job *job) {
     start_values(&o.spec, job->run.seed, kv_params_real(p, "start"), n_lane, state.param);
     kv_train_objective objective = kv_train_dms_objective(loss);
     KV_TRY(kv_train_job_run(job, &objective, &state));
-    KV_TRY(offset_of(job, loss, &state, o.shift, &offset));
+    KV_TRY(kv_train_dms_fit_offset(job, loss, state.param, o.shift, &fit));
+    report_offset(job, &fit);
     for (int32_t lane = 0; lane < n_lane; lane++) {
         float *bias = &state.param[lane * n_param + n_param - 1];
-        *bias = (float)(*bias + offset);
+        *bias = (float)(*bias + fit.offset);
     }
     kv_train_job_metadata(job, more);
     kv_dms_file file = {.spec = o.spec,

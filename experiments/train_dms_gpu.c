@@ -210,6 +210,29 @@ out:
     return st;
 }
 
+kv_status kv_train_dms_gpu_logits(kv_train_dms_gpu *o, const float *param, int32_t trace,
+                                  float *out) {
+    kv_status st = KV_OK;
+    const int64_t n_token = o->set->trace[trace].n_token;
+    float *part = NULL; /* [n_lane][tokens] */
+    KV_NEW(part, (int64_t)o->n_lane * o->options->tokens);
+    KV_TRY(kv_gpu_put(o->device.param, param, (size_t)o->device.n * sizeof *param));
+    KV_TRY(use_trace(o, trace));
+    for (int64_t first = 0; first < n_token; first += o->options->tokens) {
+        const int64_t left = n_token - first,
+                      n = left < o->options->tokens ? left : o->options->tokens;
+        KV_TRY(kv_gpu_gates_input(o->gates, o->trace[trace].x, (int32_t)n_token, (int32_t)first,
+                                  (int32_t)n));
+        KV_TRY(kv_gpu_gates_logits(o->gates, o->device.param, o->logit));
+        KV_TRY(kv_gpu_get(o->logit, part, (size_t)(o->n_lane * n) * sizeof *part));
+        for (int64_t lane = 0; lane < o->n_lane; lane++)
+            memcpy(out + lane * n_token + first, part + lane * n, (size_t)n * sizeof *part);
+    }
+out:
+    free(part);
+    return st;
+}
+
 static kv_status load(void *context, const kv_train_state *s) {
     return kv_train_device_load(&((kv_train_dms_gpu *)context)->device, s);
 }

@@ -12,5 +12,8 @@ kv_status kv_train_dms_gpu_open(const kv_train_set *set, const kv_train_dms_opti
                                 kv_train_dms_gpu **out);
 void kv_train_dms_gpu_close(kv_train_dms_gpu *o); /* NULL is legal */
 kv_train_objective kv_train_dms_gpu_objective(kv_train_dms_gpu *o);
+/* kv_train_dms_logits; replaces the parameters on the device. */
+kv_status kv_train_dms_gpu_logits(kv_train_dms_gpu *o, const float *param, int32_t trace,
+                                  float *out);
 
 #endif

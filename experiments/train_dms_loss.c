@@ -254,8 +254,8 @@ kv_train_objective kv_train_dms_objective(kv_train_dms *o) {
     return (kv_train_objective){.context = o, .evaluate = evaluate};
 }
 
-kv_status kv_train_dms_logits(const kv_train_dms *o, const float *param, int32_t trace,
-                              float *out) {
+kv_status kv_train_dms_logits(kv_train_dms *o, const float *param, int32_t trace, float *out) {
+    if (o->gpu) return kv_train_dms_gpu_logits(o->gpu, param, trace, out);
     kv_status st = KV_OK, *failed = NULL;
     const kv_train_trace *t = &o->set->trace[trace];
     int32_t n_lane = o->set->n_layer * o->set->n_kv_head;

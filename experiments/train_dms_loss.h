@@ -40,6 +40,6 @@ kv_status kv_train_dms_use_gpu(kv_train_dms *o);
 kv_train_objective kv_train_dms_objective(kv_train_dms *o);
 
 /* Gate logits of a whole trace: out [n_layer * n_kv_head][n_token], parameters [lane][kv_dms_param]. */
-kv_status kv_train_dms_logits(const kv_train_dms *o, const float *param, int32_t trace, float *out);
+kv_status kv_train_dms_logits(kv_train_dms *o, const float *param, int32_t trace, float *out);
 
 #endif

@@ -13,8 +13,12 @@ typedef struct operation {
 static const operation operations[] = {
     {"dense", kv_verify_dense},
     {"masked", kv_verify_masked},
+    {"turned", kv_verify_turned},
     {"attend", kv_verify_attend},
     {"metrics", kv_verify_metrics},
+    {"oracle step", kv_verify_step},
+    {"knorm", kv_verify_norms},
+    {"keydiff", kv_verify_cosines},
     {"select", kv_verify_select},
     {"closed loop", kv_verify_replay},
     {"mlp", kv_verify_mlp},
@@ -24,6 +28,7 @@ static const operation operations[] = {
     {"adamw", kv_verify_adamw},
     {"soft mask", kv_verify_soft_mask},
     {"dms gates", kv_verify_gates},
+    {"gate offset", kv_verify_gate_offset},
     {"linear", kv_verify_linear},
     {"forward", kv_verify_forward},
 };
@@ -112,6 +117,18 @@ void kv_verify_i32(kv_verify *v, const char *what, kv_verify_shape s, const int3
             v->cells++;
             if (got[at] != want[at])
                 fail(v, "%s[%d][%d] is %d, CPU %d", what, row, i, got[at], want[at]);
+        }
+}
+
+void kv_verify_bits(kv_verify *v, const char *what, kv_verify_shape s, const float *got,
+                    const float *want) {
+    for (int32_t row = 0; row < s.rows; row++)
+        for (int32_t i = 0; i < s.n; i++) {
+            const size_t at = (size_t)row * (size_t)s.stride + (size_t)i;
+            v->cells++;
+            if (kv_bits(got[at]) != kv_bits(want[at]))
+                fail(v, "%s[%d][%d] is %.9g (bits %08x), CPU %.9g (%08x)", what, row, i,
+                     (double)got[at], kv_bits(got[at]), (double)want[at], kv_bits(want[at]));
         }
 }
 

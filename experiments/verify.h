@@ -39,9 +39,11 @@ void kv_verify_f32(kv_verify *v, const char *what, kv_verify_shape shape, const 
                    const float *want, double relative, double absolute);
 void kv_verify_f64(kv_verify *v, const char *what, kv_verify_shape shape, const double *got,
                    const double *want, double relative, double absolute);
-/* Exact class: equal. */
+/* Exact class: equal, floats in their bits. */
 void kv_verify_i32(kv_verify *v, const char *what, kv_verify_shape shape, const int32_t *got,
                    const int32_t *want);
+void kv_verify_bits(kv_verify *v, const char *what, kv_verify_shape shape, const float *got,
+                    const float *want);
 /* `cells` decisions of which `near` differ where the reference itself is undecided within tolerance, and `wrong` differ elsewhere.
  * Near ties may be at most one in a thousand over the whole operation. */
 void kv_verify_decisions(kv_verify *v, const char *what, int64_t cells, int64_t near,
@@ -57,8 +59,12 @@ kv_status kv_verify_measure(kv_gpu *g, const kv_run *run, const struct kv_metric
 /* Operations, each in its own file. */
 kv_status kv_verify_dense(kv_verify *v);
 kv_status kv_verify_masked(kv_verify *v);
+kv_status kv_verify_turned(kv_verify *v);
 kv_status kv_verify_attend(kv_verify *v);
 kv_status kv_verify_metrics(kv_verify *v);
+kv_status kv_verify_step(kv_verify *v);
+kv_status kv_verify_norms(kv_verify *v);
+kv_status kv_verify_cosines(kv_verify *v);
 kv_status kv_verify_select(kv_verify *v);
 kv_status kv_verify_replay(kv_verify *v);
 kv_status kv_verify_mlp(kv_verify *v);
@@ -68,6 +74,7 @@ kv_status kv_verify_boundary(kv_verify *v);
 kv_status kv_verify_adamw(kv_verify *v);
 kv_status kv_verify_soft_mask(kv_verify *v);
 kv_status kv_verify_gates(kv_verify *v);
+kv_status kv_verify_gate_offset(kv_verify *v);
 kv_status kv_verify_linear(kv_verify *v);
 kv_status kv_verify_forward(kv_verify *v);
 

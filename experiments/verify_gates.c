@@ -1,11 +1,15 @@
-/* Verification of the gates of dms in training: logits, relaxed decisions, gradients, against the CPU's double-precision functions. */
+/* Verification of the gates of dms. In training: logits, relaxed decisions, gradients, against the CPU's double-precision functions. From
+ * weights in a file, as `experiment` goes: logits and the decisions by them. */
 #include "experiments/verify.h"
 
 #include <math.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
+#include "traces/dms_file.h"
+#include "traces/safetensors.h"
 
 typedef struct shape {
     const char *name;
@@ -184,6 +188,108 @@ out:
     return st;
 }
 
+/* Marked tokens are those above 0: within the error of 0 either answer is right. */
+static void compare_marks(kv_verify *v, const kv_span *span, const float *got, const float *want,
+                          double error) {
+    int64_t near = 0, wrong = 0;
+    for (int32_t h = 0; h < span->n_kv_head; h++)
+        for (int32_t t = 0; t < span->n_token; t++) {
+            const int64_t at = h * span->stride + t;
+            if ((got[at] > 0) == (want[at] > 0)) continue;
+            const bool tie = fabs((double)want[at]) <= error;
+            near += tie;
+            wrong += !tie;
+        }
+    kv_verify_decisions(v, "marks", (int64_t)span->n_kv_head * span->n_token, near, wrong);
+}
+
+/* Keys, values and hidden states of `heads` KV heads, whose gates stand in a file. */
+static kv_status check_file(kv_verify *v, const char *name, kv_dms_spec spec, int32_t n,
+                            int32_t heads, int32_t d, bool hold) {
+    enum { D_MODEL = 40, PAD = 3 };
+    kv_status st = KV_OK;
+    const kv_ops *ops = kv_verify_ops(v);
+    const int64_t stride = n + PAD;
+    const int32_t layer = 3, width[] = {2 * d, D_MODEL, 1};
+    float *k = NULL, *value = NULL, *hidden = NULL, *param = NULL, *got = NULL, *want = NULL;
+    kv_tensors weights = {0};
+    char path[] = "/tmp/kvlab-verify-XXXXXX";
+    int32_t shift[2] = {-1, -1};
+    spec.n_input = width[spec.source];
+    const size_t count = (size_t)(heads * kv_dms_param(&spec)),
+                 cells = (size_t)(heads * stride * d);
+    kv_span span = {.n_token = n,
+                    .stride = stride,
+                    .n_q_head = heads,
+                    .n_kv_head = heads,
+                    .head_dim = d,
+                    .d_model = D_MODEL,
+                    .scale = 1,
+                    .layer_id = layer,
+                    .n_layer = layer + 1};
+    const int fd = mkstemp(path);
+    if (fd < 0) return KV_FAIL(KV_E_CANTCREATE, "%s cannot be created", path);
+    close(fd);
+    kv_verify_case(v, "%s, from a file", name);
+    KV_NEW(k, cells);
+    KV_NEW(value, cells);
+    KV_NEW(hidden, n * D_MODEL);
+    KV_NEW(param, count);
+    KV_NEW(got, heads * stride);
+    KV_NEW(want, heads * stride);
+    normal(k, cells, 11, 1);
+    normal(value, cells, 12, 1);
+    normal(hidden, (size_t)n * D_MODEL, 13, 1);
+    normal(param, count, 14, 1 / (2 * sqrt((double)spec.n_input)));
+    span.q = span.k = k;
+    span.v = value;
+    span.hidden = hidden;
+    const kv_run run = {.budget = 512, .sinks = 4, .window = 16};
+    const kv_dms_file file = {.spec = spec,
+                              .n_layer = 1,
+                              .n_kv_head = heads,
+                              .layer_id = &layer,
+                              .param = param,
+                              .window = run.window,
+                              .shift = 0,
+                              .budget = run.budget,
+                              .sinks = run.sinks};
+    KV_TRY(kv_dms_file_write(path, &file));
+    KV_TRY(kv_safetensors_open(path, &weights));
+    const kv_policy_input input = {.span = &span, .run = &run, .weights = &weights};
+    KV_TRY(kv_dms_gate(&input, want, &shift[0]));
+    if (hold) KV_TRY(ops->hold(&span));
+    KV_TRY(ops->gate_logits(&input, got, &shift[1]));
+    double top = 0;
+    for (int64_t i = 0; i < heads * stride; i++) top = fmax(top, fabs((double)want[i]));
+    kv_verify_f32(v, "logit", (kv_verify_shape){heads, n, stride}, got, want, 1e-6, 1e-5 * top);
+    kv_verify_i32(v, "shift", (kv_verify_shape){1, 1, 1}, &shift[1], &shift[0]);
+    compare_marks(v, &span, got, want, 1e-5 * top);
+out:
+    ops->release(&span);
+    unlink(path);
+    kv_tensors_free(&weights);
+    free(k);
+    free(value);
+    free(hidden);
+    free(param);
+    free(got);
+    free(want);
+    return st;
+}
+
+static kv_status check_files(kv_verify *v) {
+    kv_status st = KV_OK;
+    KV_TRY(check_file(v, "one token", (kv_dms_spec){KV_DMS_KV, 0, 4, 0, 10}, 1, 1, 64, false));
+    KV_TRY(
+        check_file(v, "key and value", (kv_dms_spec){KV_DMS_KV, 0, 256, 0, 10}, 250, 3, 64, true));
+    KV_TRY(check_file(v, "linear", (kv_dms_spec){KV_DMS_KV, 0, 0, 0, 10}, 65, 8, 21, true));
+    KV_TRY(check_file(v, "hidden", (kv_dms_spec){KV_DMS_HIDDEN, 0, 24, 0, 1}, 200, 2, 64, false));
+    KV_TRY(check_file(v, "channel", (kv_dms_spec){KV_DMS_CHANNEL, 0, 0, 5, 100}, 129, 4, 80, true));
+out:
+    return st;
+}
+
 kv_status kv_verify_gates(kv_verify *v) {
     kv_status st = KV_OK;
     problem p = {.param = NULL};
@@ -197,6 +303,7 @@ kv_status kv_verify_gates(kv_verify *v) {
         problem_free(&p);
         KV_TRY(kv_interrupt_poll());
     }
+    KV_TRY(check_files(v));
 out:
     problem_free(&p);
     return st;

@@ -16,32 +16,34 @@ enum { DOCUMENTS = 3, KIND_COUNT = 5 };
 typedef struct shape {
     const char *name;
     int32_t n_document, n[DOCUMENTS], n_q, n_kv, d, sinks, window, budget;
-    bool ties;  /* few different keys, probabilities and masses */
-    bool empty; /* some queries see no key */
-    bool bare;  /* neither kinds nor the policy's own target */
+    bool ties;   /* few different keys, probabilities and masses */
+    bool empty;  /* some queries see no key */
+    bool bare;   /* neither kinds nor the policy's own target */
+    bool turned; /* keys re-rotated to their place in the cache */
 } shape;
 
 static const shape shapes[] = {
-    {"one token", 1, {1}, 2, 1, 64, 4, 256, 300, false, false, false},
-    {"one token, counted", 1, {1}, 1, 1, 64, 0, 1, 0, false, false, false},
-    {"budget 0", 1, {130}, 2, 2, 64, 0, 1, 0, false, false, false},
-    {"budget 1", 1, {130}, 2, 1, 64, 0, 1, 1, false, false, true},
-    {"budget n", 1, {200}, 4, 2, 64, 2, 8, 200, false, false, false},
-    {"budget n - 1", 1, {200}, 4, 2, 128, 2, 8, 199, false, false, false},
-    {"k 0", 1, {300}, 4, 1, 64, 4, 16, 20, false, false, false},
-    {"group 1", 1, {257}, 3, 3, 48, 4, 32, 70, false, false, false},
-    {"group 2", 1, {300}, 4, 2, 80, 4, 32, 70, false, false, true},
-    {"group 3", 1, {333}, 3, 1, 64, 1, 5, 50, false, false, false},
-    {"group 4", 1, {700}, 8, 2, 128, 4, 64, 200, false, false, false},
-    {"group 5", 1, {255}, 5, 1, 64, 0, 3, 60, false, false, false},
-    {"group 6", 1, {256}, 6, 1, 64, 4, 16, 64, false, false, false},
-    {"group 7", 1, {512}, 14, 2, 64, 4, 16, 64, false, false, false},
-    {"group 8", 1, {400}, 8, 1, 64, 4, 16, 128, false, false, false},
-    {"ties", 1, {500}, 4, 2, 64, 4, 30, 100, true, false, false},
-    {"ties, one document below the budget", 2, {300, 40}, 2, 1, 64, 0, 1, 90, true, false, false},
-    {"three documents", 3, {300, 1, 129}, 4, 2, 64, 4, 16, 64, false, false, false},
-    {"rows without keys", 1, {400}, 4, 2, 64, 4, 30, 100, false, true, false},
-    {"rows without keys, ties", 2, {300, 200}, 2, 1, 64, 0, 1, 50, true, true, false},
+    {"one token", 1, {1}, 2, 1, 64, 4, 256, 300, false, false, false, false},
+    {"one token, counted", 1, {1}, 1, 1, 64, 0, 1, 0, false, false, false, false},
+    {"budget 0", 1, {130}, 2, 2, 64, 0, 1, 0, false, false, false, false},
+    {"budget 1", 1, {130}, 2, 1, 64, 0, 1, 1, false, false, true, false},
+    {"budget n", 1, {200}, 4, 2, 64, 2, 8, 200, false, false, false, false},
+    {"budget n - 1", 1, {200}, 4, 2, 128, 2, 8, 199, false, false, false, false},
+    {"k 0", 1, {300}, 4, 1, 64, 4, 16, 20, false, false, false, false},
+    {"group 1", 1, {257}, 3, 3, 48, 4, 32, 70, false, false, false, false},
+    {"group 2", 1, {300}, 4, 2, 80, 4, 32, 70, false, false, true, false},
+    {"group 3", 1, {333}, 3, 1, 64, 1, 5, 50, false, false, false, false},
+    {"group 4", 1, {700}, 8, 2, 128, 4, 64, 200, false, false, false, false},
+    {"group 5", 1, {255}, 5, 1, 64, 0, 3, 60, false, false, false, false},
+    {"group 6", 1, {256}, 6, 1, 64, 4, 16, 64, false, false, false, false},
+    {"group 7", 1, {512}, 14, 2, 64, 4, 16, 64, false, false, false, false},
+    {"group 8", 1, {400}, 8, 1, 64, 4, 16, 128, false, false, false, false},
+    {"ties", 1, {500}, 4, 2, 64, 4, 30, 100, true, false, false, false},
+    {"ties, one below the budget", 2, {300, 40}, 2, 1, 64, 0, 1, 90, true, false, false, false},
+    {"three documents", 3, {300, 1, 129}, 4, 2, 64, 4, 16, 64, false, false, false, false},
+    {"rows without keys", 1, {400}, 4, 2, 64, 4, 30, 100, false, true, false, false},
+    {"rows without keys, ties", 2, {300, 200}, 2, 1, 64, 0, 1, 50, true, true, false, false},
+    {"turned", 2, {250, 70}, 4, 2, 48, 4, 16, 64, false, false, false, true},
 };
 enum { SHAPES = sizeof shapes / sizeof *shapes };
 
@@ -52,6 +54,7 @@ typedef struct problem {
     int32_t *evict_at, *oracle, *own; /* [n_kv][stride] */
     uint8_t *kind;                    /* [stride] */
     double logit, v_max;              /* bounds */
+    double inv_freq[64];
 } problem;
 
 static void problem_free(problem *p) {
@@ -108,6 +111,7 @@ static kv_status problem_make(const shape *s, problem *p) {
     const double q = fill(p, 0, s->n_q, p->q, &largest), k = fill(p, 1, s->n_kv, p->k, &largest);
     (void)fill(p, 2, s->n_kv, p->v, &p->v_max);
     p->logit = q * k / sqrt((double)s->d);
+    for (int32_t c = 0; c < s->d / 2; c++) p->inv_freq[c] = pow(1e4, -2.0 * c / s->d);
     decide(s, 0, p->stride, p->evict_at);
     decide(s, 1, p->stride, p->oracle);
     decide(s, 2, p->stride, p->own);
@@ -131,6 +135,7 @@ static kv_span span_of(const problem *p, int32_t document) {
                      .k = p->k + first * s->d,
                      .v = p->v + first * s->d,
                      .scale = 1 / sqrtf((float)s->d),
+                     .inv_freq = p->inv_freq,
                      .first = first};
 }
 
@@ -141,7 +146,8 @@ static kv_metrics_item item_of(const problem *p, const kv_span *span, const kv_d
                              .evict_at = evict_at,
                              .evict_oracle = p->oracle,
                              .evict_own = p->s->bare ? NULL : p->own,
-                             .kind = p->s->bare ? NULL : p->kind + span->first};
+                             .kind = p->s->bare ? NULL : p->kind + span->first,
+                             .rerotate = p->s->turned};
 }
 
 static kv_status sums_make(const shape *s, kv_layer_sums *sums) {

@@ -252,6 +252,28 @@ kv_status kv_gpu_gates_input(kv_gpu_gates *gates, const kv_gpu_buffer *x, int32_
     return gates->net ? input_net(gates) : KV_OK;
 }
 
+// x of gates that read keys (and values), as kv_dms_input lays it out.
+kv_status kv_gpu_gates_input_keys(kv_gpu_gates *gates, const kv_gpu_buffer *k,
+                                  const kv_gpu_buffer *v, int32_t n_token, int32_t head_dim) {
+    kv_gpu *g = gates->gpu;
+    const kv_dms_spec *spec = &gates->spec;
+    const int64_t d = head_dim, rows = (int64_t)gates->n_lane * n_token, width = spec->n_input;
+    const size_t cells = (size_t)(rows * d);
+    const bool whole = spec->source == KV_DMS_KV;
+    if (gates->shared() || width != (whole ? 2 * d : 1) || n_token < 1)
+        return KV_FAIL(KV_E_USAGE, "gates of %d inputs from keys of %d, %d tokens", spec->n_input,
+                       head_dim, n_token);
+    KV_RETURN(kv_buffer_check(k, "k", cells, sizeof(float)));
+    KV_RETURN(kv_buffer_check(v, "v", cells, sizeof(float)));
+    gates->n = n_token;
+    KV_RETURN(reserve(gates, &gates->x, (size_t)(rows * width) * sizeof(float)));
+    float *x = kv_data<float>(gates->x);
+    KV_RETURN(copy_rows(g, x, width, kv_data<float>(k) + (whole ? 0 : spec->channel), d,
+                        whole ? d : 1, rows));
+    if (whole) KV_RETURN(copy_rows(g, x + d, width, kv_data<float>(v), d, d, rows));
+    return gates->net ? input_net(gates) : KV_OK;
+}
+
 kv_status kv_gpu_gates_logits(kv_gpu_gates *gates, const kv_gpu_buffer *param,
                               kv_gpu_buffer *logit) {
     kv_gpu *g = gates->gpu;

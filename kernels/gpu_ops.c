@@ -69,8 +69,12 @@ kv_status kv_gpu_ops(const kv_ops **out) {
         table.masked = kv_gpu_ops_masked;
         table.attend = kv_gpu_ops_attend;
         table.measure = kv_gpu_ops_measure;
+        table.step_mass = kv_gpu_ops_step_mass;
         table.select = kv_gpu_ops_select;
         table.replay_attention = kv_gpu_ops_replay_attention;
+        table.norm_priorities = kv_gpu_ops_norm_priorities;
+        table.cosine_priorities = kv_gpu_ops_cosine_priorities;
+        table.gate_logits = kv_gpu_ops_gate_logits;
         table.mlp_scores = kv_gpu_ops_mlp_scores;
         table.mlstm_scores = kv_gpu_ops_mlstm_scores;
         table.linear = kv_gpu_ops_linear;

@@ -35,6 +35,13 @@ kv_status kv_gpu_ops_adopt(kv_gpu *g, kv_span *span, const kv_gpu_buffer *q, con
 kv_status kv_gpu_ops_dense_rows(kv_gpu *g, kv_held *held, int32_t sinks, int32_t window);
 kv_status kv_gpu_ops_dense_output(kv_gpu *g, kv_held *held);
 
+/* Attention of a held span under evict_at on the device; sinks, window and rerotate of `request` count. o, lse, lse_long as in
+ * kv_masked, each may be NULL; recorded, with rerotate: lse_orig, which otherwise is lse. */
+kv_status kv_gpu_ops_attend_masked(kv_gpu *g, const kv_span *span, const kv_held *held,
+                                   const kv_masked_request *request, const kv_gpu_buffer *evict_at,
+                                   kv_gpu_buffer *o, kv_gpu_buffer *lse, kv_gpu_buffer *lse_long,
+                                   kv_gpu_buffer *recorded);
+
 /* Host [rows][stride] words of 4 bytes -> a new device array [rows][n]. */
 kv_status kv_gpu_ops_send(kv_gpu *g, const void *from, size_t rows, size_t n, size_t stride,
                           kv_gpu_buffer **to);
@@ -59,6 +66,11 @@ kv_status kv_gpu_ops_select(const kv_span *span, const kv_run *run, const float 
                             int32_t *evict_at);
 kv_status kv_gpu_ops_replay_attention(const kv_span *span, const kv_attention_rule *rule,
                                       int32_t budget, int32_t *evict_at);
+kv_status kv_gpu_ops_step_mass(const kv_span *span, const kv_run *run, const kv_dense *dense,
+                               double *step_mass);
+kv_status kv_gpu_ops_norm_priorities(const kv_span *span, float *priority);
+kv_status kv_gpu_ops_cosine_priorities(const kv_span *span, int32_t lead, float *priority);
+kv_status kv_gpu_ops_gate_logits(const kv_policy_input *input, float *logit, int32_t *shift);
 kv_status kv_gpu_ops_mlp_scores(const kv_policy_input *input, float *rhat);
 kv_status kv_gpu_ops_mlstm_scores(const kv_policy_input *input, float *rhat);
 kv_status kv_gpu_ops_linear(int32_t m, int32_t n, int32_t k, const float *a, kv_dtype w_type,

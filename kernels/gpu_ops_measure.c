@@ -1,4 +1,5 @@
-/* Entry of the device table for metrics: attention under evict_at and the sums behind the metrics, without outputs leaving the device. */
+/* Entries of the device table for metrics: the step oracle's mass; attention under evict_at and the sums behind the metrics, without
+ * outputs leaving the device. */
 #include <string.h>
 
 #include "kernels/gpu_ops.h"
@@ -44,7 +45,7 @@ out:
     return st;
 }
 
-/* What the CPU computed: decisions that re-rotate keys, or a caller's own arrays. */
+/* A caller's own arrays. */
 static kv_status send_masked(kv_gpu *g, const kv_span *s, const kv_masked *masked,
                              kv_gpu_buffer **b) {
     kv_status st = KV_OK;
@@ -58,23 +59,25 @@ out:
     return st;
 }
 
-static kv_status attend(kv_gpu *g, const kv_run *run, const kv_span *s, const kv_held *held,
-                        kv_gpu_buffer **b) {
+/* Mass is counted under the recorded logits, the output is that of the re-rotated ones. */
+static kv_status attend(kv_gpu *g, const kv_run *run, const kv_metrics_item *item,
+                        const kv_held *held, kv_gpu_buffer **b) {
     kv_status st = KV_OK;
-    kv_gpu_plan *plan = NULL;
+    const kv_span *s = item->span;
+    const kv_masked_request request = {
+        .sinks = run->sinks, .window = run->window, .rerotate = item->rerotate};
     const size_t cells = (size_t)s->n_q_head * (size_t)s->n_token;
-    KV_TRY(kv_gpu_plan_new(g, s->n_kv_head, s->n_token, run->sinks, run->window, b[EVICT], &plan));
     KV_TRY(kv_gpu_new(g, cells * 4, &b[LSE]));
     KV_TRY(kv_gpu_new(g, cells * 4, &b[LONG]));
     KV_TRY(kv_gpu_new(g, cells * (size_t)s->head_dim * 4, &b[O]));
-    KV_TRY(kv_gpu_attend(held->span, plan, true, b[O], b[LSE], b[LONG]));
+    KV_TRY(kv_gpu_ops_attend_masked(g, s, held, &request, b[EVICT], b[O],
+                                    item->rerotate ? NULL : b[LSE], b[LONG], b[LSE]));
 out:
-    kv_gpu_plan_free(plan);
     return st;
 }
 
 static kv_status measure_locked(kv_gpu *g, const kv_run *run, const kv_metrics_item *item,
-                                const kv_masked *masked, kv_layer_sums *sums) {
+                                kv_layer_sums *sums) {
     kv_status st = KV_OK;
     const kv_span *s = item->span;
     kv_gpu_buffer *b[BUFFERS] = {0};
@@ -83,7 +86,7 @@ static kv_status measure_locked(kv_gpu *g, const kv_run *run, const kv_metrics_i
     KV_TRY(kv_gpu_ops_dense_rows(g, held, run->sinks, run->window));
     KV_TRY(kv_gpu_ops_dense_output(g, held));
     KV_TRY(send_decisions(g, run, item, b));
-    KV_TRY(masked ? send_masked(g, s, masked, b) : attend(g, run, s, held, b));
+    KV_TRY(item->masked ? send_masked(g, s, item->masked, b) : attend(g, run, item, held, b));
     const kv_gpu_measure_input in = {
         .n_q_head = s->n_q_head,
         .n_kv_head = s->n_kv_head,
@@ -109,22 +112,29 @@ out:
 }
 
 kv_status kv_gpu_ops_measure(const kv_run *run, const kv_metrics_item *item, kv_layer_sums *sums) {
-    kv_status st = KV_OK;
-    kv_masked rotated = {0};
-    const kv_masked *masked = item->masked;
-    if (!masked && item->rerotate) {
-        const kv_masked_request request = {.evict_at = item->evict_at,
-                                           .sinks = run->sinks,
-                                           .window = run->window,
-                                           .rerotate = true,
-                                           .want_output = true,
-                                           .want_long = true};
-        KV_TRY(kv_ops_cpu.masked(item->span, &request, &rotated));
-        masked = &rotated;
-    }
-    st = measure_locked(kv_gpu_ops_enter(), run, item, masked, sums);
+    const kv_status st = measure_locked(kv_gpu_ops_enter(), run, item, sums);
     kv_gpu_ops_leave();
+    return st;
+}
+
+static kv_status step_mass_locked(kv_gpu *g, const kv_span *s, const kv_run *run,
+                                  const kv_dense *dense, double *step_mass) {
+    kv_status st = KV_OK;
+    kv_gpu_buffer *b[2] = {NULL, NULL};
+    kv_held *held = NULL;
+    const size_t rows = (size_t)s->n_kv_head, n = (size_t)s->n_token, stride = (size_t)s->stride;
+    KV_TRY(kv_gpu_ops_borrow(g, s, false, &held));
+    KV_TRY(kv_gpu_ops_send(g, dense->lse, (size_t)s->n_q_head, n, stride, &b[0]));
+    KV_TRY(kv_gpu_new(g, rows * n * sizeof *step_mass, &b[1]));
+    KV_TRY(kv_gpu_step_mass(held->span, run, b[0], b[1]));
+    KV_TRY(kv_gpu_ops_fetch(b[1], rows, n, stride, sizeof *step_mass, step_mass));
 out:
-    kv_masked_free(&rotated);
+    return kv_gpu_ops_return(kv_gpu_ops_free(st, b, 2), s, held);
+}
+
+kv_status kv_gpu_ops_step_mass(const kv_span *span, const kv_run *run, const kv_dense *dense,
+                               double *step_mass) {
+    const kv_status st = step_mass_locked(kv_gpu_ops_enter(), span, run, dense, step_mass);
+    kv_gpu_ops_leave();
     return st;
 }

@@ -148,40 +148,55 @@ kv_status kv_gpu_ops_dense(const kv_span *span, const kv_dense_request *request,
     return st;
 }
 
+kv_status kv_gpu_ops_attend_masked(kv_gpu *g, const kv_span *span, const kv_held *held,
+                                   const kv_masked_request *request, const kv_gpu_buffer *evict_at,
+                                   kv_gpu_buffer *o, kv_gpu_buffer *lse, kv_gpu_buffer *lse_long,
+                                   kv_gpu_buffer *recorded) {
+    kv_status st = KV_OK;
+    kv_gpu_plan *plan = NULL;
+    const bool turned = request->rerotate;
+    KV_TRY(kv_gpu_plan_new(g, span->n_kv_head, span->n_token, request->sinks, request->window,
+                           evict_at, &plan));
+    KV_TRY(kv_gpu_attend(held->span, plan, true, turned ? NULL : o, turned ? recorded : lse,
+                         lse_long));
+    if (turned)
+        KV_TRY(kv_gpu_attend_turned(held->span, evict_at, span->position, span->inv_freq, o, lse));
+out:
+    kv_gpu_plan_free(plan);
+    return st;
+}
+
 static kv_status masked_locked(kv_gpu *g, const kv_span *span, const kv_masked_request *request,
                                kv_masked *out) {
     kv_status st = KV_OK;
-    enum { EVICT, LSE, LONG, O, BUFFERS };
+    enum { EVICT, LSE, LONG, RECORDED, O, BUFFERS };
     kv_gpu_buffer *b[BUFFERS] = {0};
     kv_held *held = NULL;
-    kv_gpu_plan *plan = NULL;
     const size_t rows = (size_t)span->n_q_head, n = (size_t)span->n_token,
                  stride = (size_t)span->stride, d = (size_t)span->head_dim, cells = rows * n;
     memset(out, 0, sizeof *out);
     KV_TRY(kv_gpu_ops_borrow(g, span, true, &held));
     KV_TRY(kv_gpu_ops_send(g, request->evict_at, (size_t)span->n_kv_head, n, stride, &b[EVICT]));
-    KV_TRY(kv_gpu_plan_new(g, span->n_kv_head, span->n_token, request->sinks, request->window,
-                           b[EVICT], &plan));
     KV_TRY(kv_gpu_new(g, cells * 4, &b[LSE]));
+    if (request->rerotate) KV_TRY(kv_gpu_new(g, cells * 4, &b[RECORDED]));
     if (request->want_long) KV_TRY(kv_gpu_new(g, cells * 4, &b[LONG]));
     if (request->want_output) KV_TRY(kv_gpu_new(g, cells * d * 4, &b[O]));
-    KV_TRY(kv_gpu_attend(held->span, plan, true, b[O], b[LSE], b[LONG]));
+    KV_TRY(kv_gpu_ops_attend_masked(g, span, held, request, b[EVICT], b[O], b[LSE], b[LONG],
+                                    b[RECORDED]));
     KV_TRY(fetch(b[LSE], span, 1, 4, (void **)&out->lse));
+    if (request->rerotate) KV_TRY(fetch(b[RECORDED], span, 1, 4, (void **)&out->lse_orig));
     if (request->want_long) KV_TRY(fetch(b[LONG], span, 1, 4, (void **)&out->lse_long));
     if (request->want_output && request->o)
         KV_TRY(kv_gpu_ops_fetch(b[O], rows, n * d, stride * d, 4, request->o));
     else if (request->want_output)
         KV_TRY(fetch(b[O], span, d, 4, (void **)&out->o));
 out:
-    kv_gpu_plan_free(plan);
     st = kv_gpu_ops_return(kv_gpu_ops_free(st, b, BUFFERS), span, held);
     if (st != KV_OK) kv_masked_free(out);
-    return st;
+    return st == KV_OK ? st : kv_error_context(st, "layer %d", span->layer_id);
 }
 
-/* Re-rotated keys (streaming pos=cache) have other logits for every query and stay on the CPU. */
 kv_status kv_gpu_ops_masked(const kv_span *span, const kv_masked_request *request, kv_masked *out) {
-    if (request->rerotate) return kv_ops_cpu.masked(span, request, out);
     const kv_status st = masked_locked(kv_gpu_ops_enter(), span, request, out);
     kv_gpu_ops_leave();
     return st;

@@ -17,11 +17,12 @@ struct kept_args {
     int3 *share;
     int *list;
     int n_token, n_block, sinks, window;
+    bool ordered;
 };
 
 __device__ key_class classify(int t, int gone, int u0, int u1, const kept_args &a) {
     if (t > u1 || gone <= u0) return UNSEEN;
-    if (t > u0 || gone <= u1) return PART;
+    if (a.ordered || t > u0 || gone <= u1) return PART;
     if (t >= a.sinks && t <= u0 - a.window) return FAR;
     return t < a.sinks || t > u1 - a.window ? NEAR : PART;
 }
@@ -134,6 +135,7 @@ kv_status kv_gpu_plan_fill(kv_gpu_plan *p, const kv_gpu_buffer *evict_at) {
     a.n_block = p->n_block;
     a.sinks = p->sinks;
     a.window = p->window;
+    a.ordered = p->ordered;
     list_kernel<false><<<grid, 32 * KV_LIST_WARPS, 0, g->stream>>>(a);
     KV_CUDA(cudaGetLastError());
     offset_kernel<<<1, 1024, 0, g->stream>>>(a.block, p->n_kv_head * p->n_block,
@@ -146,17 +148,15 @@ kv_status kv_gpu_plan_fill(kv_gpu_plan *p, const kv_gpu_buffer *evict_at) {
     return KV_OK;
 }
 
-kv_status kv_gpu_plan_new(kv_gpu *g, int32_t n_kv_head, int32_t n_token, int32_t sinks,
-                          int32_t window, const kv_gpu_buffer *evict_at, kv_gpu_plan **out) {
+// A plan of shape and kind as in `want`.
+static kv_status make_plan(const kv_gpu_plan &want, const kv_gpu_buffer *evict_at,
+                           kv_gpu_plan **out) {
     *out = nullptr;
-    kv_gpu_plan *p = new (std::nothrow) kv_gpu_plan();
+    kv_gpu_plan *p = new (std::nothrow) kv_gpu_plan(want);
     if (!p) return KV_FAIL(KV_E_INTERNAL, "out of memory");
-    p->gpu = g;
-    p->n_kv_head = n_kv_head;
-    p->n_token = n_token;
+    kv_gpu *g = p->gpu;
+    const int32_t n_kv_head = p->n_kv_head, n_token = p->n_token;
     p->n_block = kv_div_up(n_token, KV_BLOCK);
-    p->sinks = sinks;
-    p->window = window;
     const size_t blocks = (size_t)n_kv_head * (size_t)p->n_block;
     kv_status st = kv_gpu_new(g, blocks * sizeof(kept_block), &p->block);
     if (st == KV_OK) st = kv_gpu_new(g, blocks * KV_LIST_WARPS * sizeof(int3), &p->share);
@@ -169,6 +169,27 @@ kv_status kv_gpu_plan_new(kv_gpu *g, int32_t n_kv_head, int32_t n_token, int32_t
     else
         kv_gpu_plan_free(p);
     return st;
+}
+
+kv_status kv_gpu_plan_new(kv_gpu *g, int32_t n_kv_head, int32_t n_token, int32_t sinks,
+                          int32_t window, const kv_gpu_buffer *evict_at, kv_gpu_plan **out) {
+    kv_gpu_plan want = {};
+    want.gpu = g;
+    want.n_kv_head = n_kv_head;
+    want.n_token = n_token;
+    want.sinks = sinks;
+    want.window = window;
+    return make_plan(want, evict_at, out);
+}
+
+kv_status kv_plan_ordered_new(kv_gpu *g, int32_t n_kv_head, int32_t n_token,
+                              const kv_gpu_buffer *evict_at, kv_gpu_plan **out) {
+    kv_gpu_plan want = {};
+    want.gpu = g;
+    want.n_kv_head = n_kv_head;
+    want.n_token = n_token;
+    want.ordered = true;
+    return make_plan(want, evict_at, out);
 }
 
 void kv_gpu_plan_free(kv_gpu_plan *p) {

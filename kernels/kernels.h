@@ -14,6 +14,7 @@
 #include "reference/loss_boundary.h"
 #include "reference/metrics_sums.h"
 #include "reference/ops.h"
+#include "reference/priority.h"
 #include "reference/scorer.h"
 
 #ifdef __cplusplus
@@ -120,6 +121,14 @@ kv_status kv_gpu_plan_pairs(kv_gpu_plan *p, int32_t n_q_head, double *pairs);
 kv_status kv_gpu_attend(const kv_gpu_span *s, const kv_gpu_plan *plan, bool exact, kv_gpu_buffer *o,
                         kv_gpu_buffer *lse, kv_gpu_buffer *lse_long);
 
+/* Attention under evict_at [n_kv_head][n_token] int32 (on the device) with every key turned to its place in the cache
+ * (kv_masked_request.rerotate): o, lse as above, with exact probabilities. position [n_token] (NULL: 0..n_token-1) and
+ * inv_freq [head_dim/2] on the host. KV_E_DATA without frequencies; KV_E_UNAVAILABLE when positions lie so far apart that the table
+ * of angles would take more than a gigabyte. */
+kv_status kv_gpu_attend_turned(const kv_gpu_span *s, const kv_gpu_buffer *evict_at,
+                               const int32_t *position, const double *inv_freq, kv_gpu_buffer *o,
+                               kv_gpu_buffer *lse);
+
 /* Sums behind the metrics of one document (kv_metrics_measure), added to `sums`. Arrays [n_q_head][n_token] (o with [head_dim]) or
  * [n_kv_head][n_token]; mass double, kind uint8 [n_token]; evict_own and kind may be NULL. Integer sums equal the CPU's, sums of
  * doubles have another order. Waits for the result. */
@@ -130,6 +139,15 @@ typedef struct kv_gpu_measure_input {
 } kv_gpu_measure_input;
 kv_status kv_gpu_measure(kv_gpu *g, const kv_run *run, const kv_gpu_measure_input *in,
                          kv_layer_sums *sums);
+
+/* kv_oracle_step_mass: mass [n_kv_head][n_token] double, from the dense lse [n_q_head][n_token] fp32. */
+kv_status kv_gpu_step_mass(const kv_gpu_span *s, const kv_run *run, const kv_gpu_buffer *lse,
+                           kv_gpu_buffer *mass);
+
+/* Priorities from the keys alone, the CPU's bytes: priority [n_kv_head][n_token] fp32 (kv_norm_priorities; kv_cosine_priorities, where
+ * token t is compared with the mean direction of the keys 0 to min(t + lead, n_token - 1)). */
+kv_status kv_gpu_norm_priorities(const kv_gpu_span *s, kv_gpu_buffer *priority);
+kv_status kv_gpu_cosine_priorities(const kv_gpu_span *s, int32_t lead, kv_gpu_buffer *priority);
 
 /* Ranks and running cutoffs of n_head heads (kv_select): priority [n_head][n_token] fp32 without NaN -> evict_at [n_head][n_token]
  * int32. Heads of several layers may lie one after another. */
@@ -228,6 +246,16 @@ kv_status kv_gpu_gates_decide(kv_gpu_gates *gates, const kv_gpu_draw *draw,
  * token by the ratio loss (maths.md 7.5). */
 kv_status kv_gpu_gates_backward(kv_gpu_gates *gates, int32_t queries, const kv_gpu_buffer *d_keep,
                                 const kv_gpu_buffer *off, double push, kv_gpu_buffer *grad);
+
+/* Inputs of a whole document from its keys and values, fp32 [n_lane][n_token][head_dim] (gates that read hidden states: not these). */
+kv_status kv_gpu_gates_input_keys(kv_gpu_gates *gates, const kv_gpu_buffer *k,
+                                  const kv_gpu_buffer *v, int32_t n_token, int32_t head_dim);
+/* What an offset of all logits [n_lane][n_token] does to the cache (kv_dms_kept, kv_dms_gap); cache and its doc_first are on the
+ * host. Waits for the result. */
+kv_status kv_gpu_gate_kept(kv_gpu *g, const kv_dms_cache *cache, int64_t n_lane,
+                           const kv_gpu_buffer *logit, double offset, int64_t *kept);
+kv_status kv_gpu_gate_gap(kv_gpu *g, int64_t n, const kv_gpu_buffer *logit, double offset,
+                          float *below, float *above);
 
 /* C[m][n] = A[m][k] W[n][k]^T in fp32 (kv_linear). W is a host array in its stored format; its fp32 copy stays on the device and is
  * known again by address, size and content. KV_E_UNAVAILABLE without libcublas. */

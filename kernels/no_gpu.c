@@ -87,6 +87,21 @@ kv_status kv_gpu_attend(const kv_gpu_span *s, const kv_gpu_plan *plan, bool exac
                         kv_gpu_buffer *lse, kv_gpu_buffer *lse_long) {
     return unavailable();
 }
+kv_status kv_gpu_attend_turned(const kv_gpu_span *s, const kv_gpu_buffer *evict_at,
+                               const int32_t *position, const double *inv_freq, kv_gpu_buffer *o,
+                               kv_gpu_buffer *lse) {
+    return unavailable();
+}
+kv_status kv_gpu_step_mass(const kv_gpu_span *s, const kv_run *run, const kv_gpu_buffer *lse,
+                           kv_gpu_buffer *mass) {
+    return unavailable();
+}
+kv_status kv_gpu_norm_priorities(const kv_gpu_span *s, kv_gpu_buffer *priority) {
+    return unavailable();
+}
+kv_status kv_gpu_cosine_priorities(const kv_gpu_span *s, int32_t lead, kv_gpu_buffer *priority) {
+    return unavailable();
+}
 kv_status kv_gpu_select(kv_gpu *g, int32_t n_head, int32_t n_token, const kv_run *run,
                         const kv_gpu_buffer *priority, kv_gpu_buffer *evict_at) {
     return unavailable();
@@ -165,6 +180,18 @@ kv_status kv_gpu_gates_new(kv_gpu *g, const kv_dms_spec *spec, int32_t n_lane, i
 void kv_gpu_gates_free(kv_gpu_gates *gates) {}
 kv_status kv_gpu_gates_input(kv_gpu_gates *gates, const kv_gpu_buffer *x, int32_t n_token,
                              int32_t first, int32_t n) {
+    return unavailable();
+}
+kv_status kv_gpu_gates_input_keys(kv_gpu_gates *gates, const kv_gpu_buffer *k,
+                                  const kv_gpu_buffer *v, int32_t n_token, int32_t head_dim) {
+    return unavailable();
+}
+kv_status kv_gpu_gate_kept(kv_gpu *g, const kv_dms_cache *cache, int64_t n_lane,
+                           const kv_gpu_buffer *logit, double offset, int64_t *kept) {
+    return unavailable();
+}
+kv_status kv_gpu_gate_gap(kv_gpu *g, int64_t n, const kv_gpu_buffer *logit, double offset,
+                          float *below, float *above) {
     return unavailable();
 }
 kv_status kv_gpu_gates_logits(kv_gpu_gates *gates, const kv_gpu_buffer *param,

@@ -3,7 +3,7 @@
 #include "policies/policy.h"
 #include "reference/core/log.h"
 #include "reference/core/mem.h"
-#include "reference/dms.h"
+#include "reference/ops.h"
 
 static const kv_param params[] = {
     {.name = "shift",
@@ -22,7 +22,7 @@ static kv_status gate(const kv_policy_input *input, uint8_t *leaves) {
     float *own = NULL;
     if (input->weights) {
         KV_NEW(own, span->n_kv_head * span->stride);
-        KV_TRY(kv_dms_gate(input, own, &trained));
+        KV_TRY(input->ops->gate_logits(input, own, &trained));
         logit = own;
     }
     if (!logit)

@@ -3,14 +3,14 @@
  * therefore sees the future. Source: NVIDIA/kvpress keydiff_press.py; contract.md 2. */
 #include "policies/policy.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "reference/core/mem.h"
+#include "reference/ops.h"
+#include "reference/priority.h"
 
 enum { WINDOW, ALL };
-enum { FORK_VALUES = 1 << 16 }; /* below, waking threads costs more than the work */
 
 static const kv_param params[] = {
     {.name = "anchor",
@@ -20,51 +20,11 @@ static const kv_param params[] = {
      .choices = "window|all"},
     {0}};
 
-static double norm(const float *k, int32_t d) {
-    double sum = 0;
-    for (int32_t c = 0; c < d; c++) sum += (double)k[c] * (double)k[c];
-    return sqrt(sum);
-}
-
-static void add_direction(double *sum, const float *k, int32_t d) {
-    double length = norm(k, d);
-    for (int32_t c = 0; c < d && length > 0; c++) sum[c] += (double)k[c] / length;
-}
-
-/* sum [d] of n directions; their mean is the anchor. */
-static float minus_cos(const float *k, const double *sum, int32_t n, int32_t d) {
-    double dot = 0, square = 0, length = norm(k, d);
-    for (int32_t c = 0; c < d; c++) {
-        double a = sum[c] / n;
-        dot += (double)k[c] * a;
-        square += a * a;
-    }
-    double scale = length * sqrt(square);
-    return scale > 0 ? (float)(-dot / scale) : 0.0f;
-}
-
 static kv_status priority(const kv_policy_input *input, float *out) {
-    kv_status st = KV_OK;
     const kv_span *span = input->span;
-    int32_t d = span->head_dim, n = span->n_token;
     bool all = kv_params_int(input->params, "anchor") == ALL;
-    int32_t lead = all || input->run->window > n ? n : input->run->window;
-    double *sum = NULL; /* [n_kv_head][head_dim] */
-    KV_NEW(sum, span->n_kv_head * d);
-#pragma omp parallel for if (span->n_kv_head * (int64_t)n * d >= FORK_VALUES)
-    for (int32_t h = 0; h < span->n_kv_head; h++) {
-        const float *k = span->k + h * span->stride * d;
-        double *a = sum + h * d;
-        int32_t used = 0;
-        for (int32_t t = 0; t < n; t++) {
-            int32_t until = lead < n - t ? t + lead + 1 : n;
-            for (; used < until; used++) add_direction(a, k + (int64_t)used * d, d);
-            out[h * span->stride + t] = minus_cos(k + (int64_t)t * d, a, used, d);
-        }
-    }
-out:
-    free(sum);
-    return st;
+    int32_t n = span->n_token, lead = all || input->run->window > n ? n : input->run->window;
+    return input->ops->cosine_priorities(span, lead, out);
 }
 
 /* Running sum of directions, and the keys of the window, whose cosine is taken when they leave it. */
@@ -108,7 +68,7 @@ static kv_status stream_push(void *state, int32_t u, const float *k, const float
     running *r = state;
     memcpy(recent_keys(r, u), k, (size_t)(r->n_head * r->head_dim) * sizeof *k);
     for (int32_t h = 0; h < r->n_head; h++)
-        add_direction(r->sum + h * r->head_dim, k + h * r->head_dim, r->head_dim);
+        kv_direction_add(r->sum + h * r->head_dim, k + h * r->head_dim, r->head_dim);
     r->n_seen = u + 1;
     return KV_OK;
 }
@@ -116,8 +76,8 @@ static kv_status stream_push(void *state, int32_t u, const float *k, const float
 static kv_status stream_priority(void *state, int32_t t, float *out) {
     const running *r = state;
     for (int32_t h = 0; h < r->n_head; h++)
-        out[h] = minus_cos(recent_keys(r, t) + h * r->head_dim, r->sum + h * r->head_dim, r->n_seen,
-                           r->head_dim);
+        out[h] = kv_cosine_priority(recent_keys(r, t) + h * r->head_dim, r->sum + h * r->head_dim,
+                                    r->n_seen, r->head_dim);
     return KV_OK;
 }
 

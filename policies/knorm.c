@@ -1,26 +1,15 @@
 /* knorm: keys of small norm stay; priority -|k|. Source: NVIDIA/kvpress knorm_press.py; contract.md 2. */
 #include "policies/policy.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "reference/core/mem.h"
-
-static float minus_norm(const float *k, int32_t d) {
-    double sum = 0;
-    for (int32_t c = 0; c < d; c++) sum += (double)k[c] * (double)k[c];
-    return (float)-sqrt(sum);
-}
+#include "reference/ops.h"
+#include "reference/priority.h"
 
 static kv_status priority(const kv_policy_input *input, float *out) {
-    const kv_span *span = input->span;
-    for (int32_t h = 0; h < span->n_kv_head; h++)
-        for (int32_t t = 0; t < span->n_token; t++) {
-            int64_t i = h * span->stride + t;
-            out[i] = minus_norm(span->k + i * span->head_dim, span->head_dim);
-        }
-    return KV_OK;
+    return input->ops->norm_priorities(input->span, out);
 }
 
 /* Priorities of the tokens in the window, computed as they enter. */
@@ -46,7 +35,7 @@ static kv_status stream_push(void *state, int32_t u, const float *k, const float
     (void)v, (void)hidden;
     recent *r = state;
     for (int32_t h = 0; h < r->n_head; h++)
-        r->priority[u % r->n * r->n_head + h] = minus_norm(k + h * r->head_dim, r->head_dim);
+        r->priority[u % r->n * r->n_head + h] = kv_norm_priority(k + h * r->head_dim, r->head_dim);
     return KV_OK;
 }
 

@@ -131,31 +131,80 @@ out:
     return st;
 }
 
+kv_status kv_dms_gates_open(const kv_policy_input *input, kv_dms_gates *out) {
+    kv_status st = KV_OK;
+    memset(out, 0, sizeof *out);
+    KV_TRY(read_spec(input, &out->spec, &out->shift));
+    KV_NEW(out->param, input->span->n_kv_head * kv_dms_param(&out->spec));
+    KV_TRY(read_param(input, &out->spec, out->param));
+out:
+    if (st != KV_OK) kv_dms_gates_close(out);
+    return st;
+}
+
+void kv_dms_gates_close(kv_dms_gates *gates) {
+    free(gates->param);
+    gates->param = NULL;
+}
+
 kv_status kv_dms_gate(const kv_policy_input *input, float *logit, int32_t *shift) {
     kv_status st = KV_OK;
     const kv_span *span = input->span;
-    kv_dms_spec spec;
+    kv_dms_gates gates;
     kv_net_tape_f32 *tape = NULL;
-    float *param = NULL, *x = NULL;
-    KV_TRY(read_spec(input, &spec, shift));
-    int64_t n = kv_dms_param(&spec);
-    KV_NEW(param, span->n_kv_head * n);
-    KV_NEW(x, ROWS * spec.n_input);
-    KV_TRY(read_param(input, &spec, param));
+    float *x = NULL;
+    KV_TRY(kv_dms_gates_open(input, &gates));
+    *shift = gates.shift;
+    int64_t n = kv_dms_param(&gates.spec);
+    KV_NEW(x, ROWS * gates.spec.n_input);
     for (int32_t h = 0; h < span->n_kv_head; h++)
         for (int32_t first = 0; first < span->n_token; first += ROWS) {
             int32_t rows = span->n_token - first < ROWS ? span->n_token - first : ROWS;
             int64_t at = (h * span->stride + first) * span->head_dim;
             const float *hidden =
                 span->hidden ? span->hidden + (int64_t)first * span->d_model : NULL;
-            kv_dms_input(&spec, rows, span->head_dim, span->k + at, span->v + at, span->head_dim,
-                         hidden, x);
-            KV_TRY(kv_dms_logits_f32(&spec, param + h * n, rows, x, &tape,
+            kv_dms_input(&gates.spec, rows, span->head_dim, span->k + at, span->v + at,
+                         span->head_dim, hidden, x);
+            KV_TRY(kv_dms_logits_f32(&gates.spec, gates.param + h * n, rows, x, &tape,
                                      logit + h * span->stride + first));
         }
 out:
     kv_net_tape_free_f32(tape);
-    free(param);
+    kv_dms_gates_close(&gates);
     free(x);
     return st;
+}
+
+int64_t kv_dms_kept(const kv_dms_cache *cache, int64_t n_lane, const float *logit, double offset) {
+    const int64_t n_token = cache->doc_first[cache->n_doc], from = cache->budget;
+    int64_t seen = 0;
+    for (int64_t lane = 0; lane < n_lane; lane++)
+        for (int32_t doc = 0; doc < cache->n_doc; doc++) {
+            const float *own = logit + lane * n_token + cache->doc_first[doc];
+            int64_t n = cache->doc_first[doc + 1] - cache->doc_first[doc];
+            for (int64_t i = 0; i < n; i++) {
+                bool marked = i + cache->shift < n && (double)own[i + cache->shift] + offset > 0;
+                int64_t end = marked && i + cache->window < n ? i + cache->window : n;
+                int64_t begin = i > from ? i : from;
+                if (end > begin) seen += end - begin;
+            }
+        }
+    return seen;
+}
+
+int64_t kv_dms_counted(const kv_dms_cache *cache, int64_t n_lane) {
+    int64_t counted = 0;
+    for (int32_t doc = 0; doc < cache->n_doc; doc++) {
+        int64_t n = cache->doc_first[doc + 1] - cache->doc_first[doc];
+        if (n > cache->budget) counted += n - cache->budget;
+    }
+    return n_lane * counted;
+}
+
+void kv_dms_gap(int64_t n, const float *logit, double offset, float *below, float *above) {
+    for (int64_t i = 0; i < n; i++)
+        if ((double)logit[i] + offset > 0)
+            *above = fminf(*above, logit[i]);
+        else
+            *below = fmaxf(*below, logit[i]);
 }

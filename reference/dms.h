@@ -52,8 +52,29 @@ double kv_dms_alpha(double logit, double noise, double temp, double *log_keep);
 /* Compression wanted at a step (maths.md 7.5): from 1 to `ratio` over `ramp` steps; returns the share of marked tokens 1 - 1/CR. */
 double kv_dms_target(double ratio, int64_t step, int64_t ramp);
 
-/* Gate logits [n_kv_head][stride] of a span from weights (policy dms). KV_E_DATA when they do not fit. *shift: as trained. */
+/* The gates of a layer as weights give them (policy dms): param [n_kv_head][kv_dms_param], owned. KV_E_DATA when they do not fit. */
+typedef struct kv_dms_gates {
+    kv_dms_spec spec;
+    int32_t shift; /* as trained */
+    float *param;
+} kv_dms_gates;
+kv_status kv_dms_gates_open(const kv_policy_input *input, kv_dms_gates *out);
+void kv_dms_gates_close(kv_dms_gates *gates);
+/* Gate logits [n_kv_head][stride] of a span from weights. *shift: as trained. */
 kv_status kv_dms_gate(const kv_policy_input *input, float *logit, int32_t *shift);
+
+/* What gate logits do to the cache: a token is marked when the logit of the token `shift` later in its document is above 0 and then
+ * leaves `window` queries after itself. doc_first [n_doc + 1]. */
+typedef struct kv_dms_cache {
+    int32_t n_doc, budget, window, shift;
+    const int64_t *doc_first;
+} kv_dms_cache;
+/* Keys seen, added up over lanes, documents and queries u >= budget, when `offset` is added to every logit [n_lane][n_token]. */
+int64_t kv_dms_kept(const kv_dms_cache *cache, int64_t n_lane, const float *logit, double offset);
+/* Those queries, times n_lane. */
+int64_t kv_dms_counted(const kv_dms_cache *cache, int64_t n_lane);
+/* Raises *below to the largest of n logits that the offset leaves at most 0, lowers *above to the least that it brings above 0. */
+void kv_dms_gap(int64_t n, const float *logit, double offset, float *below, float *above);
 
 #ifdef __cplusplus
 }

@@ -25,13 +25,21 @@ typedef struct kv_ops {
     /* Sums behind the metrics of one document (kv_metrics_measure). */
     kv_status (*measure)(const kv_run *run, const struct kv_metrics_item *item,
                          struct kv_layer_sums *sums);
+    /* oracle_step (kv_oracle_step_mass): step_mass [n_kv_head][stride]; dense: of the span, with lse. */
+    kv_status (*step_mass)(const kv_span *span, const kv_run *run, const kv_dense *dense,
+                           double *step_mass);
     kv_status (*select)(const kv_span *span, const kv_run *run, const float *priority,
                         int32_t *evict_at);
     kv_status (*replay_attention)(const kv_span *span, const kv_attention_rule *rule,
                                   int32_t budget, int32_t *evict_at);
+    /* Policies knorm and keydiff (reference/priority.h): priority [n_kv_head][stride] of every token, the same bytes everywhere. */
+    kv_status (*norm_priorities)(const kv_span *span, float *priority);
+    kv_status (*cosine_priorities)(const kv_span *span, int32_t lead, float *priority);
     /* Scorers (reference/scorer.h): rhat [n_kv_head][stride] of every token of the span. */
     kv_status (*mlp_scores)(const kv_policy_input *input, float *rhat);
     kv_status (*mlstm_scores)(const kv_policy_input *input, float *rhat);
+    /* Gates of dms from weights (kv_dms_gate). */
+    kv_status (*gate_logits)(const kv_policy_input *input, float *logit, int32_t *shift);
     /* C[m][n] = A[m][k] * W[n][k]^T, row-major, W in its stored format (the model's weight products). */
     kv_status (*linear)(int32_t m, int32_t n, int32_t k, const float *a, kv_dtype w_type,
                         const void *w, float *c);

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "reference/ops.h"
+#include "reference/priority.h"
 #include "reference/replay.h"
 #include "tests/naive/naive_case.h"
 
@@ -18,6 +19,8 @@ extern const kv_policy kv_policy_full, kv_policy_random, kv_policy_streaming, kv
 /* The CPU's table without the model and the scorers, which no policy here needs. */
 static const kv_ops ops = {.name = "cpu",
                            .dense = kv_dense_compute,
+                           .norm_priorities = kv_norm_priorities,
+                           .cosine_priorities = kv_cosine_priorities,
                            .select = kv_select,
                            .replay_attention = kv_replay_attention};
 

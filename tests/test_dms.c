@@ -219,6 +219,12 @@ static kv_tensors written(const char *path, const kv_dms_spec *spec, const float
     return set;
 }
 
+static int asked;
+static kv_status count_gates(const kv_policy_input *input, float *logit, int32_t *shift) {
+    asked++;
+    return kv_dms_gate(input, logit, shift);
+}
+
 Test(dms, policy_reads_weights_or_the_recorded_gate) {
     enum { S = 40, D = 4, MODEL = 6 };
     char path[] = "/tmp/kv_test_dms_XXXXXX";
@@ -237,7 +243,9 @@ Test(dms, policy_reads_weights_or_the_recorded_gate) {
     kv_run run = {.budget = 20, .sinks = 4, .window = 5};
     kv_params params;
     cr_assert_eq(kv_params_init(&params, dms->params), KV_OK);
-    kv_policy_input input = {.span = &c.span, .run = &run, .params = &params, .ops = &kv_ops_cpu};
+    kv_ops table = kv_ops_cpu;
+    table.gate_logits = count_gates;
+    kv_policy_input input = {.span = &c.span, .run = &run, .params = &params, .ops = &table};
     const kv_dms_spec specs[] = {{KV_DMS_KV, 2 * D, 3, 0, 2},
                                  {KV_DMS_HIDDEN, MODEL, 0, 0, 1},
                                  {KV_DMS_CHANNEL, 1, 0, 3, 100}};
@@ -267,7 +275,9 @@ Test(dms, policy_reads_weights_or_the_recorded_gate) {
                                    (double)gate[h * (S + 2) + t], logit[t]);
             }
         }
+        asked = 0;
         cr_assert_eq(kv_replay(dms, &input, evict_at), KV_OK);
+        cr_expect_eq(asked, 1, "the gate is the device table's");
         for (int h = 0; h < 2; h++)
             for (int t = 0; t < S; t++) {
                 bool leaves = t + 1 < S && want[h * (S + 2) + t + 1] > 0 && t + 5 < S;
@@ -297,4 +307,53 @@ Test(dms, policy_reads_weights_or_the_recorded_gate) {
     kv_params_free(&params);
     naive_case_free(&c);
     unlink(path);
+}
+
+/* Keys seen by the queries u >= budget of a document, counted query by query. */
+static int64_t seen_by_definition(const kv_dms_cache *cache, const float *logit, int64_t n,
+                                  double offset) {
+    int64_t seen = 0;
+    for (int64_t u = cache->budget; u < n; u++)
+        for (int64_t t = 0; t <= u; t++) {
+            const bool marked =
+                t + cache->shift < n && (double)logit[t + cache->shift] + offset > 0;
+            seen += !marked || u < t + cache->window;
+        }
+    return seen;
+}
+
+Test(dms, cache_under_an_offset_by_definition) {
+    enum { LANES = 3 };
+    static const int64_t docs[][4] = {{0, 1, 1, 1}, {0, 70, 71, 120}, {0, 40, 90, 90}};
+    static const int32_t n_docs[] = {1, 3, 2};
+    for (uint32_t i = 0; i < 24; i++) {
+        const int32_t which = (int32_t)(i % 3), budgets[] = {0, 1, 15, 60};
+        const int64_t n = docs[which][n_docs[which]];
+        const kv_dms_cache cache = {.n_doc = n_docs[which],
+                                    .budget = budgets[i % 4],
+                                    .window = 1 + (int32_t)(i % 5) * 6,
+                                    .shift = (int32_t)(i / 3 % 2),
+                                    .doc_first = docs[which]};
+        const double offset = i % 2 ? 0 : (double)(i % 7) / 4 - .75;
+        float logit[LANES * 120], below = -INFINITY, above = INFINITY, least = INFINITY,
+                                  most = -INFINITY;
+        int64_t want = 0, counted = 0;
+        for (int64_t j = 0; j < LANES * n; j++) /* exact multiples, so that some meet the offset */
+            logit[j] = (float)(round(4 * kv_rand_normal(17, i, (uint32_t)j, 0, 0)) / 4);
+        for (int lane = 0; lane < LANES; lane++)
+            for (int32_t d = 0; d < cache.n_doc; d++) {
+                const int64_t first = cache.doc_first[d], size = cache.doc_first[d + 1] - first;
+                want += seen_by_definition(&cache, logit + lane * n + first, size, offset);
+                counted += size > cache.budget ? size - cache.budget : 0;
+            }
+        cr_expect_eq(kv_dms_kept(&cache, LANES, logit, offset), want, "case %u", i);
+        cr_expect_eq(kv_dms_counted(&cache, LANES), counted, "case %u", i);
+        kv_dms_gap(LANES * n, logit, offset, &below, &above);
+        for (int64_t j = 0; j < LANES * n; j++) {
+            if ((double)logit[j] + offset > 0 && logit[j] < least) least = logit[j];
+            if ((double)logit[j] + offset <= 0 && logit[j] > most) most = logit[j];
+        }
+        cr_expect(below == most && above == least, "case %u: gap %g to %g, not %g to %g", i,
+                  (double)below, (double)above, (double)most, (double)least);
+    }
 }

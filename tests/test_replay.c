@@ -8,6 +8,8 @@
 #include "reference/core/cpu.h"
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
+#include "reference/ops.h"
+#include "reference/priority.h"
 #include "tests/naive/naive_replay.h"
 #include "tests/naive/naive_select.h"
 #include "tests/replay_bench.h"
@@ -245,6 +247,42 @@ Test(replay, scores_by_definition) {
         free(want);
         naive_case_free(&c);
     }
+}
+
+static int asked;
+static kv_status count_norms(const kv_span *span, float *priority) {
+    asked++;
+    return kv_norm_priorities(span, priority);
+}
+static int32_t asked_lead;
+static kv_status count_cosines(const kv_span *span, int32_t lead, float *priority) {
+    asked++;
+    asked_lead = lead;
+    return kv_cosine_priorities(span, lead, priority);
+}
+
+/* Priorities come from the device table, so that a device can take them over; keydiff names the last key it compares with. */
+Test(replay, priorities_go_through_the_device_table) {
+    enum { N = 40 };
+    static const setup setups[] = {
+        {&kv_policy_knorm, NULL}, {&kv_policy_keydiff, NULL}, {&kv_policy_keydiff, "anchor=all"}};
+    kv_ops table = kv_ops_cpu;
+    table.norm_priorities = count_norms;
+    table.cosine_priorities = count_cosines;
+    naive_case c = naive_case_random(12, N, N, 2, 2, 4, 1);
+    for (size_t i = 0; i < sizeof setups / sizeof *setups; i++)
+        for (int32_t window = 3; window < 2 * N; window += N + 10) {
+            kv_run run = {.budget = window + 4, .sinks = 1, .window = window};
+            bench b = bench_new(setups[i].policy, setups[i].setting, &c, &run);
+            int32_t evict_at[2 * N];
+            asked = asked_lead = 0;
+            b.input.ops = &table;
+            cr_assert_eq(replay(&b, evict_at), KV_OK, "%s", kv_error_message());
+            cr_expect_eq(asked, 1, "%s", setups[i].policy->name);
+            if (i > 0) cr_expect_eq(asked_lead, i == 2 || window > N ? N : window);
+            bench_free(&b);
+        }
+    naive_case_free(&c);
 }
 
 /* Same document in another layout: same decisions. Any other part of the address: other ones. */
