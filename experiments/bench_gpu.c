@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "experiments/bench_gpu_keys.h"
 #include "experiments/bench_gpu_policy.h"
 #include "experiments/bench_gpu_train.h"
 #include "kernels/kernels.h"
@@ -267,6 +268,7 @@ kv_status kv_bench_gpu(FILE *out, int32_t n_token, int32_t repeats) {
         fprintf(out, "largest difference between the two paths:\n");
         KV_TRY(compare_paths(&b));
     }
+    KV_TRY(kv_bench_gpu_keys(out, b.gpu, n_token, repeats, copy, b.ceiling));
     KV_TRY(kv_bench_gpu_policy(out, b.gpu, n_token, repeats, copy));
     KV_TRY(kv_bench_gpu_train(out, b.gpu, n_token, repeats, copy, b.ceiling));
 out:
