@@ -16,14 +16,15 @@ namespace {
 
 enum column_form { SUM, MAXIMUM, SHIFTED };
 
-constexpr int TILE = 128, UNITS = 4, STAGES = 3;
+constexpr int TILE = 128, UNITS = 4, STAGES = 3, NORMS = STAGES + 1;
 
 struct column_args {
     int n_token, n_padded, n_q_head, n_kv_head, window;
     float unit; // raw logit -> binary exponent, times the power in SUM
     float power, scale, softcap;
-    const float *norm; // [n_q_head][n_padded] minus the normaliser as binary exponent (times the power in SUM), -inf behind the end
-    float *top;        // [n_q_head][n_token] largest log2 p: written by MAXIMUM, read by SHIFTED
+    const float *
+        norm; // [n_q_head][n_padded] minus the normaliser as binary exponent (times the power in SUM), -inf behind the end
+    float *top; // [n_q_head][n_token] largest log2 p: written by MAXIMUM, read by SHIFTED
     double *column;
     int *next;
 };
@@ -156,7 +157,7 @@ __global__ __launch_bounds__(portable::THREADS, 2) void column_portable(const T 
 template <int D> struct column_shared {
     alignas(1024) uint16_t k[2][UNITS][64 * D];
     alignas(1024) uint16_t q[STAGES][TILE * D];
-    alignas(16) float norm[STAGES][TILE];
+    alignas(16) float norm[NORMS][TILE];
     uint64_t k_full[2], k_empty[2], q_full[STAGES], q_empty[STAGES];
     int item[2];
 };
@@ -168,9 +169,10 @@ __host__ __device__ __forceinline__ int chunk_count(const column_args &a) {
 }
 
 template <class T, int D, column_form FORM>
-__global__ __launch_bounds__(384, 1) void column_hopper(const __grid_constant__ CUtensorMap q_map,
-                                                        const __grid_constant__ CUtensorMap k_map,
-                                                        const column_args a) {
+__global__ __launch_bounds__(128 * (UNITS + 1),
+                             1) void column_hopper(const __grid_constant__ CUtensorMap q_map,
+                                                   const __grid_constant__ CUtensorMap k_map,
+                                                   const column_args a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     extern __shared__ __align__(1024) char raw[];
@@ -179,118 +181,83 @@ __global__ __launch_bounds__(384, 1) void column_hopper(const __grid_constant__ 
     const int items = chunks * a.n_q_head, tiles = (a.n_token + TILE - 1) / TILE;
     const int team = uniform(threadIdx.x / 128);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++) barrier_init(&s.k_full[i], 1), barrier_init(&s.k_empty[i], 8);
+        for (int i = 0; i < 2; i++)
+            barrier_init(&s.k_full[i], 1), barrier_init(&s.k_empty[i], 4 * UNITS);
         for (int i = 0; i < STAGES; i++)
-            barrier_init(&s.q_full[i], 1), barrier_init(&s.q_empty[i], 8);
+            barrier_init(&s.q_full[i], 1), barrier_init(&s.q_empty[i], 4 * UNITS);
         barrier_init_fence();
     }
     __syncthreads();
-    if (team == 0) {
-        registers_shrink<40>();
-        if (threadIdx.x != 0) return;
-        ring<2> kr;
-        ring<STAGES> qr;
-        for (;;) {
+    ring<2> kr;
+    ring<STAGES> qr;
+    ring<NORMS> nr;
+    if (team == UNITS) {
+        registers_shrink<32>();
+        if (threadIdx.x % 128 != 0) return;
+        for (;; kr.next()) {
             const int i = atomicAdd(a.next, 1);
             barrier_wait(&s.k_empty[kr.slot], kr.parity ^ 1);
-            s.item[kr.slot] = i < items ? i : -1;
+            s.item[kr.slot] = i;
             if (i >= items) {
                 barrier_arrive(&s.k_full[kr.slot]);
+                barrier_wait(&s.k_empty[kr.slot], kr.parity); // all have seen the end
                 break;
             }
             const int head = i / chunks, t0 = i % chunks * 64 * UNITS;
             barrier_expect(&s.k_full[kr.slot], UNITS * 64 * D * 2);
             for (int v = 0; v < UNITS; v++)
                 load_tile(s.k[kr.slot][v], &k_map, t0 + 64 * v, head / group, &s.k_full[kr.slot]);
-            kr.next();
-            for (int j = (t0 + a.window) / TILE; j < tiles; j++, qr.next()) {
+            for (int j = (t0 + a.window) / TILE; j < tiles; j++, qr.next(), nr.next()) {
+                // Who has multiplied with the tile that this one replaces is done with the normalisers of the tile before it.
                 barrier_wait(&s.q_empty[qr.slot], qr.parity ^ 1);
                 barrier_expect(&s.q_full[qr.slot], TILE * D * 2 + TILE * 4);
                 load_tile(s.q[qr.slot], &q_map, j * TILE, head, &s.q_full[qr.slot]);
-                load_bytes(s.norm[qr.slot],
+                load_bytes(s.norm[nr.slot],
                            a.norm + (size_t)head * (size_t)a.n_padded + (size_t)(j * TILE),
                            TILE * 4, &s.q_full[qr.slot]);
             }
         }
     } else {
-        registers_grow<232>();
-        ring<2> kr;
-        ring<STAGES> qr;
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        const int line = warp * 16 + lane / 4;
-        column_row row[2][2];
-        int t0 = 0, head = 0, j = 0; // first key of this warpgroup's unit 0, query head, tile
-        auto wait_item = [&]() {
+        registers_grow<112>();
+        const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * 16 + lane / 4;
+        if (team == UNITS - 1) turn_pass(1);
+        for (;; kr.next()) {
             barrier_wait(&s.k_full[kr.slot], kr.parity);
-            return uniform(s.item[kr.slot]);
-        };
-        auto begin = [&](int i) {
-            const int first = i % chunks * 64 * UNITS;
-            head = i / chunks;
-            t0 = first + (team - 1) * 128;
-            j = (first + a.window) / TILE;
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-#pragma unroll
-                for (int r = 0; r < 2; r++)
-                    row[h][r] = start<FORM>(a, head, t0 + 64 * h + line + 8 * r);
-        };
-        auto keys = [&](int h) { return tile_k_major(s.k[kr.slot][(team - 1) * 2 + h]); };
-        auto work = [&](float(&x)[64], int h, uint32_t slot) {
-            const int first = j * TILE, t = t0 + 64 * h; // of this unit
-            const float *norm = s.norm[slot] + 2 * (lane % 4);
-            const int query = first + 2 * (lane % 4);
-            if (first >= t + 63 + a.window)
-                add_tile<FORM, false>(x, row[h], a, norm, query, t + line);
-            else if (first + TILE - 1 >= t + a.window)
-                add_tile<FORM, true>(x, row[h], a, norm, query, t + line);
-        };
-        int item = wait_item();
-        if (item < 0) return;
-        begin(item);
-        float x0[64], x1[64];
-        barrier_wait(&s.q_full[0], 0);
-        tile_product<T, D>(x0, keys(0), tile_k_major(s.q[0]));
-        mma_wait<0>();
-        pin(x0);
-        // No product may be in flight where the loop closes: the compiler would serialise them all.
-        while (item >= 0) {
-            const uint32_t k_slot = kr.slot, slot = qr.slot;
-            tile_product<T, D>(x1, keys(1), tile_k_major(s.q[slot]));
-            work(x0, 0, slot);
-            mma_wait<0>();
-            pin(x1);
-            const bool last = j + 1 == tiles;
-            qr.next();
-            if (last) {
-                kr.next();
-                item = wait_item();
+            // Only the lane that says when the slot is free reads it.
+            const int i = uniform(lane == 0 ? s.item[kr.slot] : 0);
+            if (i >= items) break;
+            const int chunk = i % chunks * 64 * UNITS, head = i / chunks;
+            const int t0 = chunk + team * 64,
+                      t = t0 + line; // first key of this warpgroup, key of row 0
+            const uint64_t keys = tile_k_major(s.k[kr.slot][team]);
+            column_row row[2] = {start<FORM>(a, head, t), start<FORM>(a, head, t + 8)};
+            for (int j = (chunk + a.window) / TILE; j < tiles; j++, qr.next(), nr.next()) {
+                float x[64];
+                barrier_wait(&s.q_full[qr.slot], qr.parity);
+                turn_wait(team + 1);
+                tile_product<T, D>(x, keys, tile_k_major(s.q[qr.slot]));
+                turn_pass((team + 1) % UNITS + 1);
+                mma_wait<0>();
+                pin(x);
+                __syncwarp();
+                if (lane == 0) barrier_arrive(&s.q_empty[qr.slot]);
+                const int first = j * TILE, query = first + 2 * (lane % 4);
+                const float *norm = s.norm[nr.slot] + 2 * (lane % 4);
+                if (first >= t0 + 63 + a.window)
+                    add_tile<FORM, false>(x, row, a, norm, query, t);
+                else if (first + TILE - 1 >= t0 + a.window)
+                    add_tile<FORM, true>(x, row, a, norm, query, t);
             }
-            if (item >= 0) barrier_wait(&s.q_full[qr.slot], qr.parity);
-            tile_product<T, D>(x0, keys(0), tile_k_major(s.q[qr.slot]));
-            work(x1, 1, slot);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(&s.q_empty[slot]);
-            if (last) {
-                if (lane == 0) barrier_arrive(&s.k_empty[k_slot]);
-#pragma unroll
-                for (int h = 0; h < 2; h++)
-#pragma unroll
-                    for (int r = 0; r < 2; r++)
-                        finish<FORM>(row[h][r], a, head, t0 + 64 * h + line + 8 * r);
-                begin(max(item, 0));
-            } else {
-                j++;
-            }
-            mma_wait<0>();
-            pin(x0);
+            if (lane == 0) barrier_arrive(&s.k_empty[kr.slot]);
+            finish<FORM>(row[0], a, head, t);
+            finish<FORM>(row[1], a, head, t + 8);
         }
+        if (lane == 0) barrier_arrive(&s.k_empty[kr.slot]);
     }
 #endif
 }
 
-template <class T, int D, column_form FORM>
-kv_status launch(const kv_gpu_span *s, column_args a) {
+template <class T, int D, column_form FORM> kv_status launch(const kv_gpu_span *s, column_args a) {
     kv_gpu *g = s->gpu;
     if constexpr (sizeof(T) == 2) {
         if (g->hopper && s->softcap == 0 && s->scale > 0) {
@@ -306,7 +273,7 @@ kv_status launch(const kv_gpu_span *s, column_args a) {
             a.next = next.as<int>();
             KV_RETURN(kv_allow_shared(g, column_hopper<T, D, FORM>, bytes));
             column_hopper<T, D, FORM>
-                <<<min(g->sm_count, items), 384, bytes, g->stream>>>(q_map, k_map, a);
+                <<<min(g->sm_count, items), 128 * (UNITS + 1), bytes, g->stream>>>(q_map, k_map, a);
             KV_CUDA(cudaGetLastError());
             return KV_OK;
         }
@@ -322,8 +289,8 @@ kv_status launch(const kv_gpu_span *s, column_args a) {
     return KV_OK;
 }
 
-template <column_form FORM, class T> kv_status launch_size(const kv_gpu_span *s,
-                                                           const column_args &a) {
+template <column_form FORM, class T>
+kv_status launch_size(const kv_gpu_span *s, const column_args &a) {
     return s->head_dim == 64 ? launch<T, 64, FORM>(s, a) : launch<T, 128, FORM>(s, a);
 }
 template <column_form FORM> kv_status launch_type(const kv_gpu_span *s, const column_args &a) {
@@ -353,7 +320,8 @@ kv_status kv_gpu_column(const kv_gpu_span *s, int32_t window, double power,
                         const kv_gpu_buffer *lse, bool sparse, kv_gpu_buffer *column) {
     kv_gpu *g = s->gpu;
     const size_t cells = (size_t)s->n_q_head * (size_t)s->n_token;
-    const bool maximum = std::isinf(power), direct = !maximum && !sparse && power >= 1 && power <= 2;
+    const bool maximum = std::isinf(power),
+               direct = !maximum && !sparse && power >= 1 && power <= 2;
     if (window < 1 || !(power > 0))
         return KV_FAIL(KV_E_USAGE, "kv_gpu_column: window %d, power %g; both must be positive",
                        window, power);

@@ -47,6 +47,15 @@ __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Turns of warpgroups: who waits and who passes the turn on meet at named barrier `id`, 1 to 15. A turn that is passed to nobody at a
+// kernel's end is forgotten.
+__device__ __forceinline__ void turn_wait(int id) {
+    asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory");
+}
+__device__ __forceinline__ void turn_pass(int id) {
+    asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory");
+}
+
 // The same value, which all lanes hold, in a form that the compiler knows to be uniform: branches on it do not count as divergent.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 

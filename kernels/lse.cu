@@ -1,7 +1,9 @@
 // Dense log-sum-exp of every query, with the mass and the largest probability of the long range E(u) (kv_dense_compute's rows).
 //
-// Queries are the stationary side. A thread keeps its own running maximum and sum of its 32 columns of a row; nothing crosses
-// lanes until the end. The key of the largest long-range logit is looked for only in tiles that beat the row's best so far.
+// Queries are the stationary side. A thread sums the terms of its 32 columns of a row relative to an exponent of its own; nothing
+// crosses lanes until the end. That exponent is no running maximum: it moves only when a tile's sum gets large, and the tile, whose
+// logits are still there, is then summed again. The largest long-range logit and its key are looked for only in tiles with a pair of
+// terms that could hold it.
 #include <climits>
 
 #include "kernels/hopper.cuh"
@@ -21,74 +23,132 @@ struct lse_args {
 
 // One row of one thread.
 struct lse_row {
-    float max, shift; // shift = max * unit as rounded: every exponent subtracts exactly this
-    float near, far;  // sums over keys outside and inside E(u)
-    float top;        // largest logit over E(u), the quad's; at: its key if this thread holds it
-    int at;
+    float shift;     // binary exponent that every term is relative to; terms stay below LIMIT
+    float near, far; // sums over keys outside and inside E(u)
+    float top, bar;  // largest logit over E(u), the quad's; terms below bar are no larger
+    int at;          // key of top if this thread holds it
 };
 
+constexpr float LIMIT = 0x1p15f; // of a sum: exponents that are larger lose bits
+constexpr float SMALLEST = 0x1p-126f;
+
 __device__ __forceinline__ lse_row start(float unit) {
-    return lse_row{KV_LOW, KV_LOW * unit, 0, 0, -INFINITY, INT_MAX};
+    return lse_row{KV_LOW * unit, 0, 0, -INFINITY, SMALLEST, INT_MAX};
 }
 
 // Key column of element i of a thread, relative to the thread's first.
 __device__ __forceinline__ constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
 
+// Of the terms of a tile, for each row of a thread: their sum, and the largest sum of two neighbours. Bits of floats that are not
+// negative compare as integers, three at a time.
+struct tile_sum {
+    float sum[2] = {0, 0};
+    uint32_t pair[2] = {0, 0};
+};
+
+template <bool EVENTS, int N>
+__device__ __forceinline__ void add_terms(const float (&x)[N], const lse_row (&row)[2], float unit,
+                                          tile_sum &t) {
+#pragma unroll
+    for (int j = 0; j < N / 4; j += 2)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float pair[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int at = 4 * (j + i) + 2 * r;
+                pair[i] = kv_exp2(fmaf(x[at], unit, -row[r].shift)) +
+                          kv_exp2(fmaf(x[at + 1], unit, -row[r].shift));
+            }
+            t.sum[r] += pair[0] + pair[1];
+            if (EVENTS)
+                t.pair[r] =
+                    __vimax3_u32(t.pair[r], __float_as_uint(pair[0]), __float_as_uint(pair[1]));
+        }
+}
+
+__device__ __forceinline__ float bar_of(const lse_row &s, float unit) {
+    return fmaxf(kv_exp2(fmaf(s.top, unit, -s.shift)) * 0.99999f, SMALLEST);
+}
+
+// Raises the shifts to the tile's maxima and forms its terms again.
+template <bool EVENTS, int N>
+__device__ __forceinline__ void raise(const float (&x)[N], lse_row (&row)[2], float unit,
+                                      tile_sum &t) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        lse_row &s = row[r];
+        const float shift = fmaxf(s.shift, kv_row_max(x, r) * unit),
+                    fade = kv_exp2(s.shift - shift);
+        s.shift = shift;
+        s.near *= fade;
+        s.far *= fade;
+        if (EVENTS) s.bar = bar_of(s, unit);
+    }
+    t = tile_sum();
+    add_terms<EVENTS>(x, row, unit, t);
+}
+
+// A tile that lies in every E(u) and whose pairs pass the bar: is one of its logits the row's largest?
+template <int N>
+__device__ __forceinline__ void look(const float (&x)[N], lse_row &s, int r, float unit, int key) {
+    const float best = kv_quad_max(kv_row_max(x, r));
+    if (!__any_sync(~0u, best > s.top)) return;
+    int at = INT_MAX;
+#pragma unroll
+    for (int j = N / 4 - 1; j >= 0; j--) {
+        if (x[4 * j + 2 * r + 1] == best) at = key + column_of(4 * j + 1);
+        if (x[4 * j + 2 * r] == best) at = key + column_of(4 * j);
+    }
+    if (best > s.top) s.top = best, s.at = at;
+    s.bar = bar_of(s, unit);
+}
+
 // Adds a tile whose invisible keys are -INFINITY. key: of the thread's element 0; u: query of row 0.
 template <bool EVENTS, int N>
 __device__ __forceinline__ void add_tile(const float (&x)[N], lse_row (&row)[2], float unit,
                                          int key, int u, kv_zone zone, int sinks, int window) {
+    tile_sum t;
+    add_terms<EVENTS>(x, row, unit, t);
+    const bool high = fmaxf(t.sum[0], t.sum[1]) >= LIMIT;
+    const bool far = EVENTS && zone == KV_FAR;
+    const bool passes = far && (t.pair[0] >= __float_as_uint(row[0].bar) ||
+                                t.pair[1] >= __float_as_uint(row[1].bar));
+    if (__any_sync(~0u, high || passes)) {
+        if (__any_sync(~0u, high)) raise<EVENTS>(x, row, unit, t);
+        if (far)
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                if (__any_sync(~0u, t.pair[r] >= __float_as_uint(row[r].bar)))
+                    look(x, row[r], r, unit, key);
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         lse_row &s = row[r];
-        const float max = kv_row_max(x, r);
-        s.max = fmaxf(s.max, max);
-        const float shift = s.max * unit, fade = kv_exp2(s.shift - shift);
-        s.shift = shift;
-        float a = 0, b = 0;
-#pragma unroll
-        for (int j = 0; j < N / 4; j += 2) {
-            a += kv_exp2(fmaf(x[4 * j + 2 * r], unit, -shift));
-            b += kv_exp2(fmaf(x[4 * j + 2 * r + 1], unit, -shift));
-            a += kv_exp2(fmaf(x[4 * j + 4 + 2 * r], unit, -shift));
-            b += kv_exp2(fmaf(x[4 * j + 5 + 2 * r], unit, -shift));
+        if (far) {
+            s.far += t.sum[r];
+            continue;
         }
-        a += b;
-        s.near *= fade;
-        if (!EVENTS || zone != KV_FAR) s.near += a;
-        if (!EVENTS) continue;
-        s.far *= fade;
-        if (zone == KV_FAR) {
-            s.far += a;
-            if (__any_sync(~0u, max > s.top)) {
-                const float best = kv_quad_max(max);
-                int at = INT_MAX;
+        s.near += t.sum[r];
+        if (!EVENTS || zone != KV_MIXED) continue;
+        const int from = sinks - key, to = u + 8 * r - window - key; // columns inside E(u)
+        float best = -INFINITY, inside = 0;
+        int at = INT_MAX;
 #pragma unroll
-                for (int j = N / 4 - 1; j >= 0; j--) {
-                    if (x[4 * j + 2 * r + 1] == best) at = key + column_of(4 * j + 1);
-                    if (x[4 * j + 2 * r] == best) at = key + column_of(4 * j);
-                }
-                if (best > s.top) s.top = best, s.at = at;
+        for (int j = 0; j < N / 4; j++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const int column = column_of(4 * j + c);
+                const float y = x[4 * j + 2 * r + c];
+                if (column < from || column > to) continue;
+                inside += kv_exp2(fmaf(y, unit, -s.shift));
+                if (y > best) best = y, at = key + column;
             }
-        } else if (zone == KV_MIXED) {
-            const int from = sinks - key, to = u + 8 * r - window - key; // columns inside E(u)
-            float best = -INFINITY, inside = 0;
-            int at = INT_MAX;
-#pragma unroll
-            for (int j = 0; j < N / 4; j++)
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    const int column = column_of(4 * j + c);
-                    const float y = x[4 * j + 2 * r + c];
-                    if (column < from || column > to) continue;
-                    inside += kv_exp2(fmaf(y, unit, -shift));
-                    if (y > best) best = y, at = key + column;
-                }
-            s.far += inside;
-            s.near -= inside;
-            const float top = kv_quad_max(best);
-            if (top > s.top) s.top = top, s.at = best == top ? at : INT_MAX;
-        }
+        s.far += inside;
+        s.near -= inside;
+        const float top = kv_quad_max(best);
+        if (top > s.top) s.top = top, s.at = best == top ? at : INT_MAX;
+        s.bar = bar_of(s, unit);
     }
 }
 
@@ -110,8 +170,7 @@ __device__ __forceinline__ void finish(const lse_row &s, const lse_args &a, int 
     a.top_t[i] = u - a.window < a.sinks ? -1 : p >= 0x1p-126f ? at : a.sinks;
 }
 
-template <int N>
-__device__ __forceinline__ void hide_future(float (&x)[N], int key, int u) {
+template <int N> __device__ __forceinline__ void hide_future(float (&x)[N], int key, int u) {
 #ifdef KV_BREAK_LSE
     u--;
 #endif
@@ -124,7 +183,7 @@ __device__ __forceinline__ void hide_future(float (&x)[N], int key, int u) {
 
 template <class T, int D, bool EVENTS>
 __global__ __launch_bounds__(portable::THREADS, 2) void lse_portable(const T *q, const T *k,
-                                                                  lse_args a) {
+                                                                     lse_args a) {
     using namespace portable;
     extern __shared__ __align__(16) char shared[];
     constexpr int tile = tile_elements<T>(D), stage_count = stages<T>();
@@ -163,11 +222,11 @@ __global__ __launch_bounds__(portable::THREADS, 2) void lse_portable(const T *q,
     finish<EVENTS>(row[1], a, head, u + 8);
 }
 
-// ---- wgmma: persistent blocks of one producer and two consumer warpgroups ----
+// ---- wgmma: persistent blocks of four consumer warpgroups and a producer ----
 //
 // A unit is (64 queries, query head). An item is four consecutive units of one KV head (query head fastest), so heads of a group
-// share the stream of keys. Each consumer warpgroup owns two units and always has the product of one in flight while it works on
-// the other's exponentials.
+// share the stream of keys. Each consumer warpgroup owns one unit: its product, then its exponentials, while the other three are at
+// theirs. Products go by turns: without order all four would now and then multiply at once and then all wait for exponentials.
 
 constexpr int UNITS = 4, TILE = 128, STAGES = 3;
 
@@ -195,9 +254,10 @@ __host__ __device__ __forceinline__ int item_count(const lse_args &a) {
 }
 
 template <class T, int D, bool EVENTS>
-__global__ __launch_bounds__(384, 1) void lse_hopper(const __grid_constant__ CUtensorMap q_map,
-                                                     const __grid_constant__ CUtensorMap k_map,
-                                                     const lse_args a) {
+__global__ __launch_bounds__(128 * (UNITS + 1),
+                             1) void lse_hopper(const __grid_constant__ CUtensorMap q_map,
+                                                const __grid_constant__ CUtensorMap k_map,
+                                                const lse_args a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     extern __shared__ __align__(1024) char raw[];
@@ -205,23 +265,25 @@ __global__ __launch_bounds__(384, 1) void lse_hopper(const __grid_constant__ CUt
     const int group = a.n_q_head / a.n_kv_head, units = (a.n_token + 63) / 64 * group;
     const int items = item_count(a), team = uniform(threadIdx.x / 128);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++) barrier_init(&s.q_full[i], 1), barrier_init(&s.q_empty[i], 8);
+        for (int i = 0; i < 2; i++)
+            barrier_init(&s.q_full[i], 1), barrier_init(&s.q_empty[i], 4 * UNITS);
         for (int i = 0; i < STAGES; i++)
-            barrier_init(&s.k_full[i], 1), barrier_init(&s.k_empty[i], 8);
+            barrier_init(&s.k_full[i], 1), barrier_init(&s.k_empty[i], 4 * UNITS);
         barrier_init_fence();
     }
     __syncthreads();
-    if (team == 0) {
-        registers_shrink<40>();
-        if (threadIdx.x != 0) return;
-        ring<2> qr;
-        ring<STAGES> kr;
-        for (;;) {
+    ring<2> qr;
+    ring<STAGES> kr;
+    if (team == UNITS) {
+        registers_shrink<32>();
+        if (threadIdx.x % 128 != 0) return;
+        for (;; qr.next()) {
             const int i = atomicAdd(a.next, 1);
             barrier_wait(&s.q_empty[qr.slot], qr.parity ^ 1);
-            s.item[qr.slot] = i < items ? i : -1;
+            s.item[qr.slot] = i;
             if (i >= items) {
                 barrier_arrive(&s.q_full[qr.slot]);
+                barrier_wait(&s.q_empty[qr.slot], qr.parity); // all have seen the end
                 break;
             }
             const lse_item m = item_of(i, a);
@@ -232,7 +294,6 @@ __global__ __launch_bounds__(384, 1) void lse_hopper(const __grid_constant__ CUt
                 load_tile(s.q[qr.slot][v], &q_map, unit / group * 64, m.kv * group + unit % group,
                           &s.q_full[qr.slot]);
             }
-            qr.next();
             for (int j = 0; j < m.n_tile; j++, kr.next()) {
                 barrier_wait(&s.k_empty[kr.slot], kr.parity ^ 1);
                 barrier_expect(&s.k_full[kr.slot], TILE * D * 2);
@@ -240,86 +301,49 @@ __global__ __launch_bounds__(384, 1) void lse_hopper(const __grid_constant__ CUt
             }
         }
     } else {
-        registers_grow<232>();
-        ring<2> qr;
-        ring<STAGES> kr;
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        const int column = 2 * (lane % 4), line = warp * 16 + lane / 4;
-        lse_row row[2][2];
-        int u0[2], head[2], n_tile, j = 0;
-        auto wait_item = [&]() {
+        registers_grow<112>();
+        const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * 16 + lane / 4;
+        const int column = 2 * (lane % 4);
+        if (team == UNITS - 1) turn_pass(1);
+        for (;; qr.next()) {
             barrier_wait(&s.q_full[qr.slot], qr.parity);
-            return uniform(s.item[qr.slot]);
-        };
-        auto begin = [&](int i) {
+            // Only the lane that says when the slot is free reads it.
+            const int i = uniform(lane == 0 ? s.item[qr.slot] : 0);
+            if (i >= items) break;
             const lse_item m = item_of(i, a);
-            j = 0;
-            n_tile = m.n_tile;
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int unit = m.first_unit + (team - 1) * 2 + h;
-                // A unit behind the last works on nothing: every tile lies behind its last query, -1.
-                u0[h] = unit < units ? unit / group * 64 : -64;
-                head[h] = m.kv * group + unit % group;
-                row[h][0] = row[h][1] = start(a.unit);
+            const int unit = m.first_unit + team, n_tile = uniform(m.n_tile);
+            // A unit behind the last works on nothing: every tile lies behind its last query, -1.
+            const int u0 = unit < units ? unit / group * 64 : -64, u = u0 + line;
+            const uint64_t query = tile_k_major(s.q[qr.slot][team]);
+            lse_row row[2] = {start(a.unit), start(a.unit)};
+            for (int j = 0; j < n_tile; j++, kr.next()) {
+                float x[64];
+                barrier_wait(&s.k_full[kr.slot], kr.parity);
+                turn_wait(team + 1);
+                tile_product<T, D>(x, query, tile_k_major(s.k[kr.slot]));
+                turn_pass((team + 1) % UNITS + 1);
+                mma_wait<0>();
+                pin(x);
+                if (lane == 0) barrier_arrive(&s.k_empty[kr.slot]);
+                const int first = j * TILE, key = first + column;
+                if (first > u0 + 63) continue;
+                if (first + TILE - 1 > u0) hide_future(x, key, u);
+                add_tile<EVENTS>(x, row, a.unit, key, u,
+                                 kv_zone_of(first, TILE, u0, 64, a.sinks, a.window), a.sinks,
+                                 a.window);
             }
-        };
-        auto query = [&](int h) { return tile_k_major(s.q[qr.slot][(team - 1) * 2 + h]); };
-        auto work = [&](float(&x)[64], int h) {
-            const int first = j * TILE, key = first + column, u = u0[h] + line;
-            if (first > u0[h] + 63) return;
-            if (first + TILE - 1 > u0[h]) hide_future(x, key, u);
-            add_tile<EVENTS>(x, row[h], a.unit, key, u,
-                             kv_zone_of(first, TILE, u0[h], 64, a.sinks, a.window), a.sinks,
-                             a.window);
-        };
-        int item = wait_item();
-        if (item < 0) return;
-        begin(item);
-        float x0[64], x1[64];
-        barrier_wait(&s.k_full[0], 0);
-        tile_product<T, D>(x0, query(0), tile_k_major(s.k[0]));
-        mma_wait<0>();
-        pin(x0);
-        // No product may be in flight where the loop closes: the compiler would serialise them all.
-        while (item >= 0) {
-            const uint32_t q_slot = qr.slot;
-            tile_product<T, D>(x1, query(1), tile_k_major(s.k[kr.slot]));
-            work(x0, 0);
-            mma_wait<0>();
-            pin(x1);
-            if (lane == 0) barrier_arrive(&s.k_empty[kr.slot]);
-            // The next tile may belong to the next item. Behind the last item the product reads stale tiles and is not used.
-            const bool last = j + 1 == n_tile;
-            kr.next();
-            if (last) {
-                qr.next();
-                item = wait_item();
-            }
-            if (item >= 0) barrier_wait(&s.k_full[kr.slot], kr.parity);
-            tile_product<T, D>(x0, query(0), tile_k_major(s.k[kr.slot]));
-            work(x1, 1);
-            if (last) {
-                if (lane == 0) barrier_arrive(&s.q_empty[q_slot]);
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    if (u0[h] < 0) continue;
-                    finish<EVENTS>(row[h][0], a, head[h], u0[h] + line);
-                    finish<EVENTS>(row[h][1], a, head[h], u0[h] + line + 8);
-                }
-                begin(max(item, 0));
-            } else {
-                j++;
-            }
-            mma_wait<0>();
-            pin(x0);
+            if (lane == 0) barrier_arrive(&s.q_empty[qr.slot]);
+            if (u0 < 0) continue;
+            const int head = m.kv * group + unit % group;
+            finish<EVENTS>(row[0], a, head, u);
+            finish<EVENTS>(row[1], a, head, u + 8);
         }
+        if (lane == 0) barrier_arrive(&s.q_empty[qr.slot]);
     }
 #endif
 }
 
-template <class T, int D, bool EVENTS>
-kv_status launch(const kv_gpu_span *s, lse_args a) {
+template <class T, int D, bool EVENTS> kv_status launch(const kv_gpu_span *s, lse_args a) {
     kv_gpu *g = s->gpu;
     if constexpr (sizeof(T) == 2) {
         if (g->hopper && s->softcap == 0 && s->scale > 0) {
@@ -333,7 +357,8 @@ kv_status launch(const kv_gpu_span *s, lse_args a) {
             a.next = next.as<int>();
             KV_RETURN(kv_allow_shared(g, lse_hopper<T, D, EVENTS>, bytes));
             lse_hopper<T, D, EVENTS>
-                <<<min(g->sm_count, item_count(a)), 384, bytes, g->stream>>>(q_map, k_map, a);
+                <<<min(g->sm_count, item_count(a)), 128 * (UNITS + 1), bytes, g->stream>>>(
+                    q_map, k_map, a);
             KV_CUDA(cudaGetLastError());
             return KV_OK;
         }
