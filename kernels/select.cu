@@ -1,194 +1,19 @@
-// From static priorities to evict_at for many heads at once (kv_rank, kv_cutoff_pointer, kv_select; maths.md 3.4-3.6).
+// Running cutoffs of ranks -> evict_at and tau (kv_cutoff_pointer, kv_select; maths.md 3.4-3.6), any length. Documents that one block
+// sorts are also decided by it, in select_short.cu, when no ranks and no tau are wanted.
 //
-// Ranks: one block per head sorts up to 16384 keys in registers and shared memory, four stable passes of 8 bits; longer documents
-// go through one device-wide radix sort by (head, key). Stability gives the tie rule: equal priorities keep the order of t.
-//
-// Cutoffs: arrival a is token sinks + a, eligible from query sinks + a + window on. The first k arrivals are kept without a choice.
-// The others are cut into pieces, one warp each, shorter where the cutoff moves more often. What a piece must know about the past is which ranks have arrived: a bitmap; the
-// cutoff at its start is the bitmap's k-th set bit, and bits above the cutoff are never looked at again. So pieces are independent,
-// and inside a piece the pointer of maths.md 3.6 walks, 32 arrivals at a time: an arrival worse than the cutoff never moves it.
+// Arrival a is token sinks + a, eligible from query sinks + a + window on. The first k arrivals are kept without a choice. The others
+// are cut into pieces, one warp each, shorter where the cutoff moves more often. What a piece must know about the past is which ranks
+// have arrived: a bitmap; the cutoff at its start is the bitmap's k-th set bit, and bits above the cutoff are never looked at again. So
+// pieces are independent, and inside a piece the pointer of maths.md 3.6 walks, 32 arrivals at a time: an arrival worse than the cutoff
+// never moves it.
 #include <algorithm>
 #include <climits>
 
-#include <cub/device/device_radix_sort.cuh>
-
-#include "kernels/device.cuh"
 #include "kernels/select.cuh"
 
 namespace {
 
-constexpr int THREADS = 1024, WARPS = THREADS / 32, ITEMS = 16, SMALL = THREADS * ITEMS;
-constexpr int DIGIT_BITS = 8, DIGITS = 1 << DIGIT_BITS, PASSES = 32 / DIGIT_BITS;
-constexpr int COUNT_STRIDE =
-    WARPS + 2; // an odd number of words, so that digits meet different banks
 constexpr int PIECES = 64, PIECE_WARPS = 16;
-
-struct sort_shared {
-    uint32_t key[SMALL];
-    uint16_t token[2][SMALL];              // of the pass before, of this one
-    uint16_t count[DIGITS * COUNT_STRIDE]; // [digit][warp]
-    uint32_t warp_sum[WARPS];
-};
-
-// Ascending keys are descending priorities; -0 and +0 coincide (kv_ordered).
-__device__ uint32_t sort_key(float priority) {
-    const uint32_t b = __float_as_uint(priority == 0.0f ? 0.0f : priority);
-#ifdef KV_BREAK_SELECT
-    return b;
-#else
-    return ~(b & 0x80000000u ? ~b : b | 0x80000000u);
-#endif
-}
-
-// Lanes whose digit is the same as this lane's.
-__device__ uint32_t same_digit(uint32_t digit) {
-    uint32_t peers = ~0u;
-#pragma unroll
-    for (int b = 0; b < DIGIT_BITS; b++) {
-        const bool set = digit >> b & 1;
-        const uint32_t vote = __ballot_sync(~0u, set);
-        peers &= set ? vote : ~vote;
-    }
-    return peers;
-}
-
-// Counters become the number of elements before (digit, warp), digits first. A thread holds eight
-// neighbours.
-__device__ void counts_to_offsets(sort_shared &s) {
-    constexpr int per_digit = WARPS / 8;
-    static_assert(DIGITS * per_digit == THREADS, "every thread has eight counters");
-    const int i = (int)threadIdx.x, lane = i % 32, warp = i / 32;
-    uint32_t *own =
-        reinterpret_cast<uint32_t *>(s.count + i / per_digit * COUNT_STRIDE + i % per_digit * 8);
-    uint32_t pair[4], sum = 0;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        pair[j] = own[j];
-        sum += (pair[j] & 0xffff) + (pair[j] >> 16);
-    }
-    uint32_t before = sum;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const uint32_t y = __shfl_up_sync(~0u, before, d);
-        if (lane >= d) before += y;
-    }
-    if (lane == 31) s.warp_sum[warp] = before;
-    before -= sum;
-    __syncthreads();
-    before += __reduce_add_sync(~0u, lane < warp ? s.warp_sum[lane] : 0);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const uint32_t second = before + (pair[j] & 0xffff);
-        own[j] = before | second << 16;
-        before = second + (pair[j] >> 16);
-    }
-}
-
-// One block per head, n <= SMALL. rank, at [head][n] are permutations of 0..n-1.
-__global__ void __launch_bounds__(THREADS, 1)
-    rank_kernel(const float *priority, int n, int32_t *rank, int32_t *at) {
-    extern __shared__ __align__(16) char raw[];
-    sort_shared &s = *reinterpret_cast<sort_shared *>(raw);
-    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
-    const size_t head = (size_t)blockIdx.x * (size_t)n;
-    const int first = warp * 32 * ITEMS + lane; // element of item 0; items are 32 apart
-    uint32_t key[ITEMS];
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        const int t = first + 32 * i;
-        s.token[0][t] = (uint16_t)t;
-        key[i] = t < n ? sort_key(priority[head + (size_t)t]) : ~0u; // padding sorts last
-    }
-    for (int pass = 0; pass < PASSES; pass++) {
-        for (int i = (int)threadIdx.x; i < DIGITS * COUNT_STRIDE / 2; i += THREADS)
-            reinterpret_cast<uint32_t *>(s.count)[i] = 0;
-        __syncthreads();
-        uint32_t place[ITEMS / 2] =
-            {}; // within the warp's elements of the same digit, 16 bits each
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            const uint32_t digit = key[i] >> pass * DIGIT_BITS & (DIGITS - 1);
-            const uint32_t peers = same_digit(digit), before = __popc(peers & ((1u << lane) - 1));
-            uint16_t *count = &s.count[digit * COUNT_STRIDE + (uint32_t)warp];
-            const uint32_t so_far = *count;
-            __syncwarp();
-            if (before == 0) *count = (uint16_t)(so_far + __popc(peers));
-            __syncwarp();
-            place[i / 2] |= so_far + before << i % 2 * 16;
-        }
-        __syncthreads();
-        counts_to_offsets(s);
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            const uint32_t digit = key[i] >> pass * DIGIT_BITS & (DIGITS - 1);
-            const uint32_t to = s.count[digit * COUNT_STRIDE + (uint32_t)warp] +
-                                (place[i / 2] >> i % 2 * 16 & 0xffff);
-            s.key[to] = key[i];
-            s.token[(pass + 1) % 2][to] = s.token[pass % 2][first + 32 * i];
-        }
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) key[i] = s.key[first + 32 * i];
-    }
-    __syncthreads();
-    const uint16_t *sorted = s.token[PASSES % 2];
-    for (int r = (int)threadIdx.x; r < n; r += THREADS) {
-        at[head + (size_t)r] = sorted[r];
-        s.key[sorted[r]] = (uint32_t)r; // the keys are done with
-    }
-    __syncthreads();
-    for (int t = (int)threadIdx.x; t < n; t += THREADS) rank[head + (size_t)t] = (int32_t)s.key[t];
-}
-
-__global__ void long_key_kernel(const float *priority, int n, uint64_t *key, uint32_t *token) {
-    const size_t head = (size_t)blockIdx.y;
-    for (int t = (int)(blockIdx.x * blockDim.x + threadIdx.x); t < n;
-         t += (int)(gridDim.x * blockDim.x)) {
-        const size_t i = head * (size_t)n + (size_t)t;
-        key[i] = head << 32 | sort_key(priority[i]);
-        token[i] = (uint32_t)t;
-    }
-}
-
-__global__ void invert_kernel(const int32_t *at, int n, int32_t *rank) {
-    const size_t head = (size_t)blockIdx.y * (size_t)n;
-    for (int r = (int)(blockIdx.x * blockDim.x + threadIdx.x); r < n;
-         r += (int)(gridDim.x * blockDim.x))
-        rank[head + (size_t)at[head + (size_t)r]] = r;
-}
-
-kv_status rank_long(kv_gpu *g, int32_t n_head, int32_t n, const float *priority, int32_t *rank,
-                    int32_t *at) {
-    kv_scratch key, sorted, token, work;
-    const size_t count = (size_t)n_head * (size_t)n;
-    size_t bytes = 0;
-    int bits = 32;
-    while (n_head - 1 >> (bits - 32)) bits++;
-    if (count > INT_MAX)
-        return KV_FAIL(KV_E_UNAVAILABLE,
-                       "ranks of %d heads of %d tokens: the GPU sorts up to %d "
-                       "at once; give it fewer layers",
-                       n_head, n, INT_MAX);
-    KV_RETURN(key.reserve(g, count * 8));
-    KV_RETURN(sorted.reserve(g, count * 8));
-    KV_RETURN(token.reserve(g, count * 4));
-    const dim3 grid((unsigned)std::min(kv_div_up(n, 256), 64), (unsigned)n_head);
-    long_key_kernel<<<grid, 256, 0, g->stream>>>(priority, n, key.as<uint64_t>(),
-                                                 token.as<uint32_t>());
-    KV_CUDA(cudaGetLastError());
-    uint32_t *out = reinterpret_cast<uint32_t *>(at);
-    KV_CUDA(cub::DeviceRadixSort::SortPairs(nullptr, bytes, key.as<uint64_t>(),
-                                            sorted.as<uint64_t>(), token.as<uint32_t>(), out,
-                                            (int)count, 0, bits, g->stream));
-    KV_RETURN(work.reserve(g, bytes));
-    KV_CUDA(cub::DeviceRadixSort::SortPairs(work.as<char>(), bytes, key.as<uint64_t>(),
-                                            sorted.as<uint64_t>(), token.as<uint32_t>(), out,
-                                            (int)count, 0, bits, g->stream));
-    invert_kernel<<<grid, 256, 0, g->stream>>>(at, n, rank);
-    KV_CUDA(cudaGetLastError());
-    return KV_OK;
-}
 
 struct cutoff_args {
     const int32_t *rank, *at; // [head][n]
@@ -311,16 +136,6 @@ __global__ void __launch_bounds__(PIECE_WARPS * 32) cutoff_kernel(cutoff_args a)
 
 } // namespace
 
-kv_status kv_rank_device(kv_gpu *g, int32_t n_head, int32_t n, const float *priority, int32_t *rank,
-                         int32_t *at) {
-    if (n > SMALL) return rank_long(g, n_head, n, priority, rank, at);
-    KV_RETURN(kv_allow_shared(g, rank_kernel, sizeof(sort_shared)));
-    rank_kernel<<<(unsigned)n_head, THREADS, sizeof(sort_shared), g->stream>>>(priority, n, rank,
-                                                                               at);
-    KV_CUDA(cudaGetLastError());
-    return KV_OK;
-}
-
 kv_status kv_cutoff_device(kv_gpu *g, int32_t n_head, int32_t n, const kv_run *run,
                            const int32_t *rank, const int32_t *at, int32_t *evict_at,
                            int32_t *tau) {
@@ -357,6 +172,9 @@ kv_status kv_gpu_select(kv_gpu *g, int32_t n_head, int32_t n_token, const kv_run
     kv_scratch rank, at;
     KV_RETURN(kv_buffer_check(priority, "priority", count, sizeof(float)));
     KV_RETURN(kv_buffer_check(evict_at, "evict_at", count, sizeof(int32_t)));
+    if (kv_select_is_short(g, n_token, run))
+        return kv_select_short(g, n_head, n_token, run, kv_data<float>(priority),
+                               kv_data<int32_t>(evict_at));
     KV_RETURN(rank.reserve(g, count * sizeof(int32_t)));
     KV_RETURN(at.reserve(g, count * sizeof(int32_t)));
     KV_RETURN(kv_rank_device(g, n_head, n_token, kv_data<float>(priority), rank.as<int32_t>(),
