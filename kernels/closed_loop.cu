@@ -1,18 +1,20 @@
 // Closed-loop replay of tova, h2o and cumulative (kv_replay_attention; contract.md 1, 2): the whole document in one launch.
 //
 // A set of decisions (one KV head, or the heads of a layer) belongs to one cluster of blocks. Global slot g lives in block g % n_block
-// and keeps its place while its key changes. Keys stay in shared memory as far as it reaches; the others are read where the document
-// has them, by the position that the slot holds. Per query:
-//     logits of the block's slots against all query heads of the set          mma.sync, 16 slots by 8 heads; fp32 keys by fma
-//     (maximum, sum) of each row  -> every block of the cluster               exchange 1, through distributed shared memory
-//     p = exp(l - max) / sum, statistic A, least A with its position          one thread per slot
-//     (A, position, slot) of each warp -> every block of the cluster          exchange 2; all agree on the victim
-//     the victim's slot takes the next key
-// Both exchanges carry their data on one mbarrier per block, so a query costs two one-way trips and no cluster barrier. Their
-// buffers alternate: a block is never more than one exchange ahead, because each needs a part from every block.
+// and keeps its place while its key changes. Which keys a batch of queries may meet is known before its first one: those that are
+// held, and the ones that arrive. Per batch:
+//     logits of both against all queries of the batch, every key read once     mma.sync, 16 keys by 8 (head, query); fp32 keys by fma
+//     their maximum and the sum of exp(logit - maximum), for every (head, query)    exchanges, through distributed shared memory
+// and then per query:
+//     p = exp / sum, statistic A, least A with its position                    one thread per slot
+//     (A, position, slot) of each block -> every block                         exchange; all agree on the victim
+//     the victim's values leave the sums of the later queries, the next key takes its slot
+// A sum that falls below 1 has lost the key of its maximum: what it consists of may then be too small for fp32 values, and a new batch
+// begins.
 //
 // Products of half and bfloat16 are exact, sums of logits fp32, exponentials fp32, their sums and the statistic double, as on the
-// CPU; only the order of the sums differs, so decisions agree except where two A are closer than rounding. Lockstep mode follows given victims and reports how far each was from the least A.
+// CPU; only the order of the sums differs, so decisions agree except where two A are closer than rounding. Lockstep mode follows
+// given victims and reports how far each was from the least A.
 #include <algorithm>
 
 #include "kernels/closed_loop_kernel.cuh"
@@ -29,20 +31,25 @@ __global__ void never_kernel(int32_t *evict_at, size_t n) {
 
 typedef void kernel_fn(loop_args);
 
-kernel_fn *kernel_of(const kv_gpu_span *s) {
-    const bool wide = s->head_dim == 128;
-    if (s->type == KV_F16) return wide ? loop_kernel<__half, 128, 1> : loop_kernel<__half, 64, 1>;
-    if (s->type == KV_BF16)
-        return wide ? loop_kernel<__nv_bfloat16, 128, 1> : loop_kernel<__nv_bfloat16, 64, 1>;
-    if (s->n_q_head / s->n_kv_head > 2)
-        return wide ? loop_kernel<float, 128, 4> : loop_kernel<float, 64, 4>;
-    return wide ? loop_kernel<float, 128, 2> : loop_kernel<float, 64, 2>;
+template <class T> kernel_fn *kernel_for(int head_dim, bool far) {
+    if (head_dim == 128) return far ? loop_kernel<T, 128, true> : loop_kernel<T, 128, false>;
+    return far ? loop_kernel<T, 64, true> : loop_kernel<T, 64, false>;
 }
 
-// Shares the slots among n_block blocks and the memory of a block among its arrays.
-void arrange(const kv_gpu_span *s, size_t limit, int n_block, loop_args *a) {
+kernel_fn *kernel_of(const kv_gpu_span *s, const loop_args &a) {
+    if (s->type == KV_F16) return kernel_for<__half>(s->head_dim, a.scratch);
+    if (s->type == KV_BF16) return kernel_for<__nv_bfloat16>(s->head_dim, a.scratch);
+    return kernel_for<float>(s->head_dim, a.scratch);
+}
+
+size_t shared_bytes(const loop_args &a) {
+    return (size_t)a.at.bytes + (a.scratch ? 0 : (size_t)a.at.slot_bytes);
+}
+
+// Lays out the memory of a block for batches of a->batch queries.
+void arrange_batch(const kv_gpu_span *s, loop_args *a) {
     const int element = s->type == KV_F32 ? 4 : 2, rows = a->members * a->group;
-    const int key = a->members * s->head_dim * element, per_row = std::max(1, WARPS / rows);
+    const int columns = rows * a->batch;
     layout *l = &a->at;
     int next = 0;
     const auto take = [&next](int bytes) {
@@ -50,36 +57,47 @@ void arrange(const kv_gpu_span *s, size_t limit, int n_block, loop_args *a) {
         next += (bytes + 15) / 16 * 16;
         return at;
     };
-    a->n_block = n_block;
-    a->n_slot = kv_div_up(a->budget + 1, n_block);
-    // Rows of logits that eight threads write together meet different banks.
-    a->pitch = kv_div_up(a->n_slot, 32) * 32 + 8;
-    l->logit = take(rows * a->pitch * 4);
+    a->shares = 1;
+    for (int n = 2; n <= WARPS; n *= 2) // shares of columns that a warp works on, in columns
+        if (kv_div_up(columns * n, WARPS) * a->shares < kv_div_up(columns * a->shares, WARPS) * n)
+            a->shares = n;
+    a->fresh = kv_div_up(a->n_slot, 4) * 4;
+    // The columns that threads write together meet different banks.
+    a->pitch = kv_div_up(a->fresh + a->batch, 32) * 32 + 4;
+    l->value = take(columns * a->pitch * 4);
     l->a = take(a->n_slot * 8);
     l->time = take(a->n_slot * 4);
     l->slot_bytes = next;
     next = 0;
     l->barrier = take(16);
-    l->q = take(2 * rows * s->head_dim * element);
-    l->fresh = take(2 * key);
-    l->part = take(2 * rows * n_block * per_row * (int)sizeof(row_part));
-    l->best = take(4 * n_block * WARPS * (int)sizeof(candidate));
-    l->row = take(rows * (int)sizeof(row_total));
-    l->keys = next;
-    size_t fixed = (size_t)next + (size_t)l->slot_bytes;
-    a->scratch = nullptr;
-    if (fixed + 4096 > limit) { // slot arrays go to device memory; the caller allocates
-        fixed = (size_t)next;
-        a->scratch = reinterpret_cast<char *>(1);
-    }
-    const size_t left = limit > fixed ? limit - fixed : 0;
-    a->resident = (int)std::min((size_t)a->n_slot, left / (size_t)key);
-    if (a->resident < a->n_slot) a->resident = a->resident / 16 * 16; // whole matrix tiles
-    l->bytes = next + a->resident * key;
+    // Matrix products read up to 7 columns more.
+    l->q = take((columns + 7) * (s->head_dim * element + 64));
+    l->part = take(2 * std::max(columns * a->n_block * a->shares, 2 * a->n_block) * 16);
+    l->best = take(2 * WARPS * (int)sizeof(candidate));
+    l->total = take(columns * (int)sizeof(column_total));
+    l->bytes = next;
 }
 
-size_t shared_bytes(const loop_args &a) {
-    return (size_t)a.at.bytes + (a.scratch ? 0 : (size_t)a.at.slot_bytes);
+// Shares the slots among n_block blocks; slot arrays that do not fit shared memory go to device memory, which the caller allocates.
+void arrange(const kv_gpu_span *s, int n_block, int batch, loop_args *a) {
+    const int rows = a->members * a->group;
+    int least = INT_MAX;
+    a->n_block = n_block;
+    a->n_slot = kv_div_up(a->budget + 1, n_block);
+    for (int bits = 0; bits <= 5 && 1 << bits <= rows; bits++) {
+        // Values that a thread looks at, and what it does once a slot.
+        const int work = kv_div_up(a->n_slot << bits, THREADS) * (kv_div_up(rows, 1 << bits) + 8);
+        if (work < least) {
+            least = work;
+            a->split_bits = bits;
+        }
+    }
+    a->batch = batch;
+    a->scratch = nullptr;
+    arrange_batch(s, a);
+    // Blocks do not read each other's device memory, as batches of several queries would.
+    if (batch == 1 && shared_bytes(*a) > s->gpu->shared_limit)
+        a->scratch = reinterpret_cast<char *>(1);
 }
 
 cudaLaunchConfig_t launch_config(const kv_gpu *g, const loop_args &a, int n_set,
@@ -112,29 +130,40 @@ int clusters_at_once(const kv_gpu *g, kernel_fn *kernel, const loop_args &a, int
     return n;
 }
 
-// Chooses the number of blocks per set: rounds of clusters times the clocks of one query, a line through what an H200 took with 1 to 8
-// blocks (kernels/NOTES.md): waiting, work per slot and row, keys that are not in shared memory.
-void choose(const kv_gpu_span *s, kernel_fn *kernel, int n_set, loop_args *best) {
+// Clocks that a query takes, roughly, from what an H200 took with 1 to 8 blocks (kernels/NOTES.md): waiting, statistics, and a share
+// of the batch's sums, products and keys. Loads need room in the L1 cache, which is what shared memory leaves of 256 KB.
+double clocks_of(const kv_gpu_span *s, const loop_args &a) {
+    const double slots = a.n_slot, keys = slots * a.members;
+    const double rounds = kv_div_up(a.members * a.group * a.batch * a.shares, WARPS);
+    const double weigh = rounds / a.shares * slots * 2.25;
+    const double products = s->type == KV_F32
+                                ? keys * a.group * a.batch * s->head_dim / 60
+                                : keys / 64 * (60 + 45 * kv_div_up(a.group * a.batch, 8));
+    const double bytes = keys * s->head_dim * (s->type == KV_F32 ? 4 : 2);
+    const double load = bytes / (shared_bytes(a) <= 195 * 1024 ? 16 : 8);
+    return (a.n_block == 1 ? 2200 : 5300) + slots * (30 + 4 * a.members * a.group) / 128 +
+           (1500 + weigh + std::max(products, load)) / a.batch;
+}
+
+// Chooses the number of blocks per set and the length of a batch.
+void choose(const kv_gpu_span *s, int n_set, loop_args *best) {
     const kv_gpu *g = s->gpu;
     double least = INFINITY;
     loop_args a = *best;
     // The portable path of a Hopper GPU does what older ones do.
     const int most = g->cc_major > 9 || g->hopper ? 8 : 1;
-    for (int n_block = 1; n_block <= most; n_block *= 2) {
-        arrange(s, g->shared_limit, n_block, &a);
-        const int at_once = clusters_at_once(g, kernel, a, n_set);
-        if (at_once == 0 || shared_bytes(a) > g->shared_limit) continue;
-        const double slots = (double)a.n_slot, keys = (double)(a.n_slot - a.resident) * a.members;
-        const double bytes = keys * s->head_dim * (s->type == KV_F32 ? 4 : 2);
-        const double fma = s->type == KV_F32 ? slots * a.members * a.group * s->head_dim / 40 : 0;
-        const double wait = n_block == 1 ? 8000 : 9300;
-        const double clocks = kv_div_up(n_set, at_once) *
-                              (wait + 2.5 * slots * a.members * a.group + bytes / 64 + fma);
-        if (clocks < least) {
-            least = clocks;
-            *best = a;
+    for (int n_block = 1; n_block <= most; n_block++)
+        for (int batch = 1; batch <= BATCH; batch++) {
+            arrange(s, n_block, batch, &a);
+            if (shared_bytes(a) > g->shared_limit) break;
+            const int at_once = clusters_at_once(g, kernel_of(s, a), a, n_set);
+            if (at_once == 0) continue;
+            const double clocks = kv_div_up(n_set, at_once) * clocks_of(s, a);
+            if (clocks < least) {
+                least = clocks;
+                *best = a;
+            }
         }
-    }
 }
 
 } // namespace
@@ -183,8 +212,7 @@ kv_status kv_gpu_replay_attention(const kv_gpu_span *s, const kv_attention_rule 
     a.factor = rule->reduce == KV_REDUCE_MEAN ? 1.0 / (members * group) : 1;
     a.decay = rule->decay;
     a.use_max = rule->reduce == KV_REDUCE_MAX;
-    kernel_fn *kernel = kernel_of(s);
-    choose(s, kernel, n_set, &a);
+    choose(s, n_set, &a);
     if (a.n_block == 0)
         return KV_FAIL(KV_E_UNAVAILABLE,
                        "closed loop: the queries of %d heads do not fit the shared memory of this "
@@ -194,6 +222,7 @@ kv_status kv_gpu_replay_attention(const kv_gpu_span *s, const kv_attention_rule 
         KV_RETURN(slots.reserve(g, (size_t)(n_set * a.n_block) * (size_t)a.at.slot_bytes));
         a.scratch = slots.as<char>();
     }
+    kernel_fn *kernel = kernel_of(s, a);
     cudaLaunchAttribute cluster;
     const cudaLaunchConfig_t config = launch_config(g, a, n_set, &cluster);
     KV_RETURN(kv_allow_shared(g, kernel, config.dynamicSmemBytes));

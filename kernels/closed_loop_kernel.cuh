@@ -1,387 +1,283 @@
-// The kernel of the closed-loop replay (closed_loop.cu says what it does): one set of decisions per cluster, query after query.
+// The kernel of the closed-loop replay (closed_loop.cu says what it does): one set of decisions per cluster, batch after batch of
+// queries, inside a batch query after query.
 #ifndef KV_KERNELS_CLOSED_LOOP_KERNEL_CUH
 #define KV_KERNELS_CLOSED_LOOP_KERNEL_CUH
 
-#include "kernels/closed_loop.cuh"
+#include "kernels/closed_loop_slots.cuh"
 
 namespace closed_loop {
 
-constexpr int SHARE = 8; // threads that share a key: 16 bytes each of 128
+template <class T, int D, bool FAR> struct loop : slots<T, D, FAR> {
+    using base = slots<T, D, FAR>;
+    using base::a, base::block, base::set, base::rows, base::shared;
+    using base::column, base::time, base::statistic, base::total, base::share_of;
+    cluster::exchange x;
 
-// Sums x[0..ROWS) over the eight threads that share a key. Each gets the total of one row; returns which.
-template <int ROWS> __device__ int share_sum(float (&x)[ROWS], float *total) {
-    const int lane = (int)threadIdx.x % 32;
-    int row = 0, width = ROWS;
-#pragma unroll
-    for (int d = SHARE / 2; d > 0; d /= 2) {
-        if (width > 1) {
-            width /= 2;
-            const bool upper = lane & d;
-#pragma unroll
-            for (int i = 0; i < ROWS / 2; i++) {
-                if (i >= width) break;
-                const float mine = upper ? x[width + i] : x[i], other = upper ? x[i] : x[width + i];
-                x[i] = mine + __shfl_xor_sync(~0u, other, d);
-            }
-            row += upper ? width : 0;
-        } else {
-            x[0] += __shfl_xor_sync(~0u, x[0], d);
-        }
-    }
-    *total = x[0];
-    return row;
-}
-// ROWS: query heads that a thread works on at once, fp32 only.
-template <class T, int D, int ROWS> struct loop {
-    static constexpr int VECTOR = 16 / (int)sizeof(T);
-    const loop_args &a;
-    char *shared, *slots;
-    int block, set, rows;
+    __device__ loop(const base &b, uint64_t *barriers) : base(b), x{barriers, b.a.n_block, 0} {}
 
-    __device__ T *keys() const { return reinterpret_cast<T *>(shared + a.at.keys); }
-    // 16 bytes of a key that stays: halves of odd rows are exchanged, so that the rows of a matrix fragment meet different banks.
-    __device__ T *chunk(int member, int slot, int i) const {
-        const int place = sizeof(T) == 2 ? i ^ (slot & 1) << 2 : i;
-        return keys() + (member * a.resident + slot) * D + place * VECTOR;
-    }
-    __device__ T *q(int u) const { // queries of position u, [rows][D]
-        return reinterpret_cast<T *>(shared + a.at.q) + (size_t)(u & 1) * (size_t)(rows * D);
-    }
-    __device__ T *fresh(int u) const { // keys of position u, [members][D]
-        return reinterpret_cast<T *>(shared + a.at.fresh) +
-               (size_t)(u & 1) * (size_t)(a.members * D);
-    }
-    __device__ float *logit() const { return reinterpret_cast<float *>(slots + a.at.logit); }
-    __device__ double *statistic() const { return reinterpret_cast<double *>(slots + a.at.a); }
-    __device__ int *time() const { return reinterpret_cast<int *>(slots + a.at.time); }
-    __device__ const T *document_key(int member, int t) const {
-        const size_t head = (size_t)(set * a.members + member);
-        return static_cast<const T *>(a.k) + (head * (size_t)a.n_token + (size_t)t) * D;
+    __device__ uint4 *part() const { // of the next exchange
+        const int size = max(rows * a.batch * a.n_block * a.shares, 2 * a.n_block);
+        return reinterpret_cast<uint4 *>(shared + a.at.part) + x.count % 2 * (uint32_t)size;
     }
 
-    // Brings queries and keys of position u on their way.
-    __device__ void fetch(int u) const {
-        constexpr int per_row = D / VECTOR;
-        const size_t head = (size_t)set * (size_t)rows;
-        for (int i = (int)threadIdx.x; i < (rows + a.members) * per_row; i += THREADS) {
-            const int r = i / per_row, c = i % per_row * VECTOR;
-            if (r < rows)
-                copy16(q(u) + r * D + c,
-                       static_cast<const T *>(a.q) +
-                           ((head + (size_t)r) * (size_t)a.n_token + (size_t)u) * D + c);
-            else
-                copy16(fresh(u) + (r - rows) * D + c, document_key(r - rows, u) + c);
-        }
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    }
-
-    // Logits of slots [0, n): all rows. Slot `at` holds the newcomer, whose key is still in the stage. STREAM: some keys are read from
-    // the document; without it every load is known to be from shared memory. fp32: eight threads share a key, fma.
-    template <bool STREAM> __device__ void logits_fma(int u, int n, int at) const {
-        constexpr int LOADS = D / SHARE / 4;
-        const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, part = lane % SHARE;
-        const int per_member = (a.group + ROWS - 1) / ROWS, n_work = a.members * per_member;
-        const int team = max(1, WARPS / n_work),
-                  n_team = WARPS / team; // warps that share a block of rows
-        const int step = team * (32 / SHARE), start = warp % team * (32 / SHARE) + lane / SHARE;
-        for (int work = warp / team; work < n_work && warp / team < n_team; work += n_team) {
-            const int member = work / per_member, first = work % per_member * ROWS;
-            float4 x[ROWS][LOADS];
-#pragma unroll
-            for (int r = 0; r < ROWS; r++)
-#pragma unroll
-                for (int c = 0; c < LOADS; c++) {
-                    const int row = member * a.group + min(first + r, a.group - 1);
-                    x[r][c] = reinterpret_cast<const float4 *>(q(u) + row * D)[c * SHARE + part];
-                }
-            // All threads of a warp stay in the loop: the sums are formed across threads.
-            const int rounds = (n + step - 1) / step;
-            for (int round = 0; round < rounds; round++) {
-                const int slot = min(start + round * step, n - 1);
-                const T *key =
-                    slot == at ? fresh(u) + member * D : keys() + (member * a.resident + slot) * D;
-                if (STREAM && slot != at && slot >= a.resident)
-                    key = document_key(member, time()[slot]);
-                float sum[ROWS] = {};
-#pragma unroll
-                for (int c = 0; c < LOADS; c++) {
-                    const float4 y = reinterpret_cast<const float4 *>(key)[c * SHARE + part];
-#pragma unroll
-                    for (int r = 0; r < ROWS; r++) {
-                        sum[r] = fmaf(x[r][c].x, y.x, sum[r]);
-                        sum[r] = fmaf(x[r][c].y, y.y, sum[r]);
-                        sum[r] = fmaf(x[r][c].z, y.z, sum[r]);
-                        sum[r] = fmaf(x[r][c].w, y.w, sum[r]);
-                    }
-                }
-                float total;
-                const int r = share_sum<ROWS>(sum, &total);
-                if (part % (SHARE / ROWS) == 0 && first + r < a.group && start + round * step < n)
-                    logit()[(member * a.group + first + r) * a.pitch + slot] = capped(total);
-            }
-        }
-    }
-
-    // Half and bfloat16: matrix products, 16 slots by 8 heads. A thread holds, of rows lane/4 and lane/4 + 8 and of one head, 8 neighbouring
-    // columns of every 32: they act as columns 2t, 2t+1, 2t+8, 2t+9 of two 16-wide steps, in keys and queries alike.
-    template <bool STREAM> __device__ void logits_tensor(int u, int n, int at) const {
-        constexpr int BLOCKS = D / 32;
-        const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, row = lane / 4,
-                  t = lane % 4;
-        const int per_member = (a.group + 7) / 8, n_work = a.members * per_member;
-        const int team = max(1, WARPS / n_work), n_team = WARPS / team;
-        const int n_tile = (n + 15) / 16;
-        for (int work = warp / team; work < n_work && warp / team < n_team; work += n_team) {
-            const int member = work / per_member, first = work % per_member * 8;
-            uint4 x[BLOCKS];
-#pragma unroll
-            for (int c = 0; c < BLOCKS; c++)
-                x[c] = pack(q(u) + (member * a.group + min(first + row, a.group - 1)) * D + 32 * c +
-                            8 * t);
-            for (int tile = warp % team; tile < n_tile; tile += team) {
-                uint4 y[2][BLOCKS];
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const int slot = min(16 * tile + row + 8 * r, n - 1);
-                    const bool stays = slot != at;
-                    const int flip = stays ? slot & 1 : 0; // as chunk() places it
-                    const T *key =
-                        stays ? keys() + (member * a.resident + slot) * D : fresh(u) + member * D;
-                    if (STREAM && 16 * tile >= a.resident) {
-                        if (stays) key = document_key(member, time()[slot]);
-#pragma unroll
-                        for (int c = 0; c < BLOCKS; c++) y[r][c] = pack(key + 32 * c + 8 * t);
-                    } else {
-#pragma unroll
-                        for (int c = 0; c < BLOCKS; c++)
-                            y[r][c] = pack(key + (32 * c + 8 * t ^ flip * 32));
-                    }
-                }
-                float sum[4] = {};
-#pragma unroll
-                for (int c = 0; c < BLOCKS; c++) {
-                    const uint32_t even[4] = {y[0][c].x, y[1][c].x, y[0][c].y, y[1][c].y};
-                    const uint32_t odd[4] = {y[0][c].z, y[1][c].z, y[0][c].w, y[1][c].w};
-                    portable::mma16(sum, even, x[c].x, x[c].y, T());
-                    portable::mma16(sum, odd, x[c].z, x[c].w, T());
-                }
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int head = first + 2 * t + i % 2, slot = 16 * tile + row + i / 2 * 8;
-                    if (head < a.group && slot < n)
-                        logit()[(member * a.group + head) * a.pitch + slot] = capped(sum[i]);
-                }
-            }
-        }
-    }
-
-    template <bool STREAM> __device__ void all_logits(int u, int n, int at) const {
-        if constexpr (sizeof(T) == 2)
-            logits_tensor<STREAM>(u, n, at);
-        else
-            logits_fma<STREAM>(u, n, at);
-    }
-
-    __device__ float capped(float product) const {
-        product *= a.scale;
-        return a.softcap > 0 ? a.softcap * tanhf(product / a.softcap) : product;
-    }
-
-    // Maximum and sum of slots [0, n) of the rows of this warp -> all blocks.
-    __device__ void send_rows(int n, int per_row, row_part *parts, uint64_t *barrier) const {
+    // Values become exp(logit - maximum of the column), totals their sums over all blocks. Block 0 counts the arriving keys, as far as
+    // they have arrived.
+    __device__ void weigh(const query_batch &b) {
         const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-        for (int i = warp; i < rows * per_row; i += WARPS) {
-            const int r = i / per_row, share = i % per_row;
-            const float *l = logit() + r * a.pitch;
-            float top = -INFINITY;
-            for (int s = share * 32 + lane; s < n; s += per_row * 32) top = fmaxf(top, l[s]);
-            top = top_of_warp(top);
-            double sum = 0;
-            for (int s = share * 32 + lane; s < n; s += per_row * 32)
-                sum += (double)expf(l[s] - top);
-            sum = sum_of_warp(sum);
-            const __align__(16) row_part mine = {top, 0, sum};
-            publish(parts + (r * a.n_block + block) * per_row + share, pack(&mine), barrier,
-                    a.n_block);
+        const int columns = rows * b.n, parts = a.n_block * a.shares, step = a.shares * 128;
+        const auto for_columns = [&](auto work) {
+            for (int i = warp; i < columns * a.shares; i += WARPS) {
+                const int at = i / a.shares, share = i - at * a.shares, r = at / b.n,
+                          j = at - r * b.n;
+                // Lanes that look at an arriving key: all blocks need the value, block 0 counts it.
+                const bool arrives = share == 0 && lane <= j;
+                work(column(r * a.batch + j), share * 128 + lane * 4, arrives,
+                     (at * a.n_block + block) * a.shares + share, at * parts);
+            }
+        };
+        const auto top_of = [&](const float *value, int first, bool arrives) {
+            float top = block == 0 && arrives ? value[a.fresh + lane] : -INFINITY;
+#pragma unroll 4
+            for (int s = first; s < b.held; s += step) {
+                const float4 v = *reinterpret_cast<const float4 *>(value + s);
+                top = fmaxf(fmaxf(top, fmaxf(v.x, v.y)), fmaxf(v.z, v.w));
+            }
+            return top_of_warp(top);
+        };
+        const uint4 *tops = part();
+        if (parts > 1) {
+            x.announce(columns * parts * 16);
+            for_columns([&](float *value, int first, bool arrives, int mine, int) {
+                const float top = top_of(value, first, arrives);
+                x.publish(part() + mine, make_uint4(__float_as_uint(top), 0, 0, 0));
+            });
+            x.receive();
         }
+        uint4 *sums = part();
+        x.announce(columns * parts * 16);
+        for_columns([&](float *value, int first, bool arrives, int mine, int all) {
+            float top;
+            if (parts > 1) {
+                top = -INFINITY;
+                for (int i = lane; i < parts; i += 32)
+                    top = fmaxf(top, __uint_as_float(tops[all + i].x));
+                top = top_of_warp(top);
+            } else {
+                top = top_of(value, first, arrives);
+            }
+            double sum = 0;
+#pragma unroll 2
+            for (int s = first; s < b.held; s += step) {
+                float4 v = *reinterpret_cast<const float4 *>(value + s);
+                v = make_float4(expf(v.x - top), expf(v.y - top), expf(v.z - top), expf(v.w - top));
+                *reinterpret_cast<float4 *>(value + s) = v;
+                sum += (double)((v.x + v.y) + (v.z + v.w));
+            }
+            if (arrives) {
+                float *v = value + a.fresh + lane;
+                *v = expf(*v - top);
+                if (block == 0) sum += (double)*v;
+            }
+            const uint64_t bits = (uint64_t)__double_as_longlong(sum_of_warp(sum));
+            x.publish(sums + mine, make_uint4((uint32_t)bits, (uint32_t)(bits >> 32), 0, 0));
+        });
+        x.receive();
+        for (int at = (int)threadIdx.x; at < columns; at += THREADS) {
+            double sum = 0;
+            for (int i = 0; i < parts; i++) {
+                const uint4 p = sums[at * parts + i];
+                sum += __longlong_as_double((int64_t)((uint64_t)p.y << 32 | p.x));
+            }
+            set_total(at / b.n * a.batch + at % b.n, sum);
+        }
+        __syncthreads();
     }
 
-    __device__ void total_rows(int per_row, const row_part *parts, row_total *total) const {
-        const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-        const int n = a.n_block * per_row;
-        for (int r = warp; r < rows; r += WARPS) {
-            const row_part *p = parts + r * n;
-            float top = -INFINITY;
-            for (int i = lane; i < n; i += 32) top = fmaxf(top, p[i].top);
-            top = top_of_warp(top);
-            double sum = 0;
-            for (int i = lane; i < n; i += 32) sum += p[i].sum * (double)expf(p[i].top - top);
-            sum = sum_of_warp(sum);
-            if (lane == 0) total[r] = {1 / sum, top, (float)(sum * 0x1p-126)};
-        }
+    __device__ void set_total(int i, double sum) const { total()[i] = {sum, 1.0f / (float)sum}; }
+
+    __device__ float joined(float p, float q) const {
+        return a.use_max ? (q > p || q != q ? q : p) : p + q;
     }
 
-    // A of slots [0, n) after query u. Returns this thread's least A among positions <= limit; `named`: the slot of position `want`.
-    __device__ candidate update(int u, int n, int at, int limit, int want, const row_total *total,
+    // A of slots [0, n) after query j of the batch; slot `at` has just taken that query's key. Returns this thread's least A among
+    // positions <= limit; `named`: the slot of position `want`.
+    __device__ candidate update(const query_batch &b, int j, int n, int at, int limit, int want,
                                 candidate *named) const {
-        int split = 1; // neighbouring threads that share a slot, by rows
-        while (split < 32 && 2 * split <= rows && 2 * split * a.n_slot <= THREADS) split *= 2;
-        const int own = (int)threadIdx.x % split, step = THREADS / split;
+        constexpr int WIDE = 2; // slots at a time
+        const int split = 1 << a.split_bits, own = (int)threadIdx.x & (split - 1);
+        const int step = THREADS >> a.split_bits, row_step = a.batch * a.pitch << a.split_bits;
         candidate least = {0, 0, -1};
         *named = least;
-        const int rounds = (n + step - 1) / step;
-        for (int round = 0; round < rounds; round++) {
-            const int slot = (int)threadIdx.x / split + round * step;
-            double x = 0;
-            for (int r = own; r < rows && slot < n; r += split) {
-                const row_total t = total[r];
-                const float e = expf(logit()[r * a.pitch + slot] - t.top);
-                const double p = (double)(e >= t.tiny ? e : 0.0f) * t.inverse;
-                x = a.use_max ? (p > x || p != p ? p : x) : x + p;
+        __syncwarp(); // positions that lanes of this warp wrote for the query before
+        const int lane_slot = (int)threadIdx.x % 32 >> a.split_bits;
+        for (int first = (int)threadIdx.x >> a.split_bits; first - lane_slot < n;
+             first += WIDE * step) {
+            int t[WIDE];
+            const float *value[WIDE];
+            float sum[WIDE] = {};
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) {
+                const int slot = first + i * step;
+                t[i] = slot == at ? b.first + j : slot < n ? time()[slot] : -1;
+                value[i] = column(own * a.batch + j) + (t[i] >= b.first ? a.fresh + t[i] - b.first
+                                                        : slot < n      ? slot
+                                                                        : 0);
             }
-            for (int d = 1; d < split; d *= 2) {
-                const double y = __shfl_xor_sync(~0u, x, d);
-                x = a.use_max ? (y > x || y != y ? y : x) : x + y;
+            const column_total *f = total() + own * a.batch + j;
+#pragma unroll 4
+            for (int r = own; r < rows; r += split) {
+                const float inverse = f->inverse;
+                f += a.batch << a.split_bits;
+#pragma unroll
+                for (int i = 0; i < WIDE; i++) {
+                    sum[i] = joined(sum[i], probability(*value[i], inverse));
+                    value[i] += row_step;
+                }
             }
-            if (own != 0 || slot >= n) continue;
-            if (slot == at) {
-                time()[slot] = u;
-                statistic()[slot] = 0;
+            for (int d = 1; d < split; d *= 2)
+#pragma unroll
+                for (int i = 0; i < WIDE; i++)
+                    sum[i] = joined(sum[i], __shfl_xor_sync(~0u, sum[i], d));
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) {
+                const int slot = first + i * step;
+                if (own != 0 || slot >= n) continue;
+                const double before = slot == at ? 0 : statistic()[slot];
+                const double now = a.decay * before + a.factor * (double)sum[i];
+                const candidate me = {now, t[i], slot * a.n_block + block};
+                statistic()[slot] = now;
+                if (slot == at) time()[slot] = t[i];
+                if (t[i] <= limit && now == now) least = better(least, me);
+                if (t[i] == want) *named = me;
             }
-            const double now = a.decay * statistic()[slot] + a.factor * x;
-            const candidate me = {now, time()[slot], slot * a.n_block + block};
-            statistic()[slot] = now;
-            if (me.time <= limit && now == now) least = better(least, me);
-            if (me.time == want) *named = me;
         }
         return least;
     }
 
-    __device__ void keep_fresh(int u, int at) const {
-        constexpr int per_row = D / VECTOR;
-        if (at < 0 || at >= a.resident) return;
-        for (int i = (int)threadIdx.x; i < a.members * per_row; i += THREADS) {
-            const int member = i / per_row, c = i % per_row;
-            *reinterpret_cast<uint4 *>(chunk(member, at, c)) =
-                pack(fresh(u) + member * D + c * VECTOR);
-        }
-    }
-
-    // The first keys, when nothing is asked of them before the cache is full.
-    __device__ void fill(int n_key) const {
-        constexpr int per_row = D / VECTOR;
-        const int n = (n_key - block + a.n_block - 1) / a.n_block;
-        for (int s = (int)threadIdx.x; s < n; s += THREADS) {
-            time()[s] = s * a.n_block + block;
-            statistic()[s] = 0;
-        }
-        const int kept = min(n, a.resident);
-        for (int i = (int)threadIdx.x; i < a.members * kept * per_row; i += THREADS) {
-            const int member = i / per_row / kept, slot = i / per_row % kept, c = i % per_row;
-            *reinterpret_cast<uint4 *>(chunk(member, slot, c)) =
-                pack(document_key(member, slot * a.n_block + block) + c * VECTOR);
-        }
-    }
-
-    __device__ void run() const {
+    // The best candidates of all threads of all blocks, in all threads; `named` only in lockstep.
+    __device__ void agree(candidate *least, candidate *named) {
         const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-        const int per_row = max(1, WARPS / rows);
-        row_part *parts = reinterpret_cast<row_part *>(shared + a.at.part);
-        candidate *best = reinterpret_cast<candidate *>(shared + a.at.best);
-        row_total *total = reinterpret_cast<row_total *>(shared + a.at.row);
-        uint64_t *barrier = reinterpret_cast<uint64_t *>(shared + a.at.barrier);
-        const int n_part = rows * a.n_block * per_row, n_best = a.n_block * WARPS;
         const int kinds = a.forced ? 2 : 1;
-        uint32_t parity[2] = {0, 0};
-        int goes = 0; // global slot that the last query emptied
-        const int u0 = a.decay == 0 ? min(a.budget, a.n_token - 1) : 0;
-        fill(u0);
-        fetch(u0);
-        // What the last query evicts is never missed.
-        for (int u = u0; u < a.n_token - 1; u++) {
-            const int used = min(u, a.budget) + 1, n = (used - block + a.n_block - 1) / a.n_block;
-            const int slot = u <= a.budget ? u : goes;
+        candidate *best = reinterpret_cast<candidate *>(shared + a.at.best);
+        const auto send = [&](int kind, const candidate &c) {
+            const __align__(16) candidate mine = c;
+            x.publish(part() + kind * a.n_block + block, pack(&mine));
+        };
+        *least = best_of_warp(*least);
+        if (lane == 0) best[warp] = *least;
+        if (kinds == 2) {
+            *named = best_of_warp(*named);
+            if (lane == 0) best[WARPS + warp] = *named;
+        }
+        __syncthreads();
+        *least = best_of(best, WARPS);
+        if (kinds == 2) *named = best_of(best + WARPS, WARPS);
+        if (a.n_block == 1) return;
+        x.announce(kinds * a.n_block * 16);
+        if (warp == 0) send(0, *least);
+        if (warp == 0 && kinds == 2) send(1, *named);
+        const candidate *from = reinterpret_cast<const candidate *>(part());
+        x.receive();
+        *least = best_of(from, a.n_block);
+        if (kinds == 2) *named = best_of(from + a.n_block, a.n_block);
+    }
+
+    // What leaves after query j no longer counts in the later ones. True: the next sum has lost its largest part, so that values near
+    // the least may be lost too, and a new batch must begin.
+    __device__ bool leave(const query_batch &b, int j, const candidate &victim) const {
+        const bool arrived = victim.time >= b.first; // such values are in every block
+        const int place = arrived ? a.fresh + victim.time - b.first : victim.slot / a.n_block;
+        const int owner = victim.slot % a.n_block, later = b.n - 1 - j;
+        bool low = false;
+        for (int i = (int)threadIdx.x; i < rows * later; i += THREADS) {
+            const int r = i / later, next = j + 1 + i - r * later, at = r * a.batch + next;
+            const float *value = column(at) + place;
+            const double e =
+                (double)(arrived || owner == block ? *value : cluster::read(value, owner));
+            const double sum = total()[at].sum - e;
+            set_total(at, sum);
+            low = low || (next == j + 1 && !(sum >= 1));
+        }
+        const bool again = __syncthreads_or(low);
+        if (again) cluster::barrier(); // no block may begin while others read its values
+        return again;
+    }
+
+    // The queries of a batch, one after the other. Returns how many were done, 0 when there was no victim.
+    __device__ int queries(const query_batch &b, int *goes) {
+        for (int j = 0; j < b.n; j++) {
+            const int u = b.first + j, slot = u <= a.budget ? u : *goes;
+            const int n = share_of(min(u, a.budget) + 1);
             const int at = slot % a.n_block == block ? slot / a.n_block : -1;
-            asm volatile("cp.async.wait_group 0;" ::: "memory");
-            __syncthreads();
-            if (u + 1 < a.n_token) fetch(u + 1);
-            announce(&barrier[0], n_part * 16, a.n_block);
-            if (u >= a.budget) announce(&barrier[1], kinds * n_best * 16, a.n_block);
-            if (a.resident < a.n_slot)
-                all_logits<true>(u, n, at);
-            else
-                all_logits<false>(u, n, at);
-            keep_fresh(u, at);
-            __syncthreads();
-            row_part *p = parts + (u & 1) * n_part;
-            send_rows(n, per_row, p, &barrier[0]);
-            receive(&barrier[0], parity[0], a.n_block);
-            parity[0] ^= 1;
-            total_rows(per_row, p, total);
-            __syncthreads();
-            const int want = a.forced ? a.forced[(size_t)set * (size_t)a.n_token + (size_t)u] : -1;
-            candidate named;
-            candidate least = update(u, n, at, u - a.protect, want, total, &named);
+            const size_t step = (size_t)set * (size_t)a.n_token + (size_t)u;
+            candidate given,
+                victim = update(b, j, n, at, u - a.protect, a.forced ? a.forced[step] : -1, &given);
             if (u < a.budget) continue;
-            candidate *b = best + (u & 1) * kinds * n_best;
-            __align__(16) candidate mine = best_of_warp(least);
-            publish(b + block * WARPS + warp, pack(&mine), &barrier[1], a.n_block);
+            agree(&victim, &given);
             if (a.forced) {
-                mine = best_of_warp(named);
-                publish(b + n_best + block * WARPS + warp, pack(&mine), &barrier[1], a.n_block);
-            }
-            receive(&barrier[1], parity[1], a.n_block);
-            parity[1] ^= 1;
-            const auto collect = [&](const candidate *from) {
-                candidate x = {0, 0, -1};
-                for (int i = lane; i < n_best; i += 32) x = better(x, from[i]);
-                return best_of_warp(x);
-            };
-            candidate victim = collect(b);
-            if (a.forced) {
-                const candidate given = collect(b + n_best);
                 if (block == 0 && threadIdx.x == 0)
-                    a.gap[(size_t)set * (size_t)a.n_token + (size_t)u] =
-                        given.slot < 0 || victim.slot < 0 ? INFINITY
-                        : given.a == victim.a             ? 0.0f
-                                                          : (float)((given.a - victim.a) / given.a);
+                    a.gap[step] = given.slot < 0 || victim.slot < 0 ? INFINITY
+                                  : given.a == victim.a             ? 0.0f
+                                                        : (float)((given.a - victim.a) / given.a);
                 victim = given;
             }
             if (victim.slot < 0) { // all blocks see the same
                 if (threadIdx.x == 0) *a.failed = set + 1;
-                break;
+                return 0;
             }
-            goes = victim.slot;
+            *goes = victim.slot;
             if (block == 0 && (int)threadIdx.x < a.members)
                 a.evict_at[(size_t)(set * a.members + (int)threadIdx.x) * (size_t)a.n_token +
                            (size_t)victim.time] = u + 1;
+            if (j + 1 < b.n && leave(b, j, victim)) return j + 1;
         }
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        return b.n;
+    }
+
+    __device__ void run() {
+        int goes = 0; // global slot that the last query emptied
+        // A query without memory of earlier ones is not asked before the cache is full.
+        int u = a.decay == 0 ? min(a.budget, a.n_token - 1) : 0, fetched = u;
+        for (int s = (int)threadIdx.x; s < share_of(u); s += THREADS) {
+            time()[s] = s * a.n_block + block;
+            statistic()[s] = 0;
+        }
+        base::fetch(u);
+        // What the last query evicts is never missed.
+        while (u < a.n_token - 1) {
+            query_batch b = {u, min(a.batch, a.n_token - 1 - u), share_of(min(u, a.budget + 1)),
+                             -1};
+            if (u > a.budget && goes % a.n_block == block) b.hole = goes / a.n_block;
+            if (fetched != u) {
+                portable::copy_wait<0>();
+                base::fetch(u);
+            }
+            portable::copy_wait<0>();
+            __syncthreads();
+            base::logits(b);
+            fetched = u + b.n;
+            base::fetch(fetched);
+            weigh(b);
+            const int done = queries(b, &goes);
+            if (done == 0) break;
+            u += done;
+        }
+        portable::copy_wait<0>();
     }
 };
 
-template <class T, int D, int ROWS>
+template <class T, int D, bool FAR>
 __global__ void __launch_bounds__(THREADS, 1) loop_kernel(const __grid_constant__ loop_args a) {
     extern __shared__ __align__(16) char shared[];
-    char *slots =
-        a.scratch ? a.scratch + (size_t)blockIdx.x * (size_t)a.at.slot_bytes : shared + a.at.bytes;
-    uint64_t *barrier = reinterpret_cast<uint64_t *>(shared + a.at.barrier);
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x < 2) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(barrier + threadIdx.x))
-                     : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-#endif
-    cluster_barrier();
-    const loop<T, D, ROWS> l = {a,
-                                shared,
-                                slots,
-                                block_of_cluster(a.n_block),
-                                (int)blockIdx.x / a.n_block,
-                                a.members * a.group};
+    uint64_t *barriers = reinterpret_cast<uint64_t *>(shared + a.at.barrier);
+    cluster::init(barriers);
+    cluster::barrier();
+    loop<T, D, FAR> l({a, shared, a.scratch + (size_t)blockIdx.x * (size_t)a.at.slot_bytes,
+                       (int)blockIdx.x % a.n_block, (int)blockIdx.x / a.n_block,
+                       a.members * a.group},
+                      barriers);
     l.run();
-    cluster_barrier(); // no block may leave while others write to it
+    cluster::barrier(); // no block may leave while others write to it
 }
 
 } // namespace closed_loop
