@@ -40,7 +40,7 @@ static const shape shapes[] = {
     {"softcap", 300, 4, 2, 64, 40, 0, HALF, 5.0f},
     {"ties", 500, 4, 2, 64, 60, 0, TIES, 0},
     {"huge", 500, 4, 2, 64, 60, 0, HUGE_, 0},
-    {"zeros", 300, 4, 2, 64, 40, 0, ZEROS, 0},
+    {"zeros", 250, 4, 2, 64, 40, 0, ZEROS, 0},
     {"keys beyond shared memory", 2600, 16, 4, 128, 2300, 0, SINGLE, 0},
 };
 enum { SHAPES = sizeof shapes / sizeof *shapes };

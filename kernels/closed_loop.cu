@@ -130,8 +130,15 @@ int clusters_at_once(const kv_gpu *g, kernel_fn *kernel, const loop_args &a, int
     return n;
 }
 
+// L1 cache, in KB, beside so much shared memory: an SM splits 256 KB in steps, and takes 1 KB of a block's share for itself.
+double cache_beside(size_t shared) {
+    for (const size_t kb : {8, 16, 32, 64, 100, 132, 164, 196})
+        if (shared + 1024 <= kb * 1024) return 256 - (double)kb;
+    return 28;
+}
+
 // Clocks that a query takes, roughly, from what an H200 took with 1 to 8 blocks (kernels/NOTES.md): waiting, statistics, and a share
-// of the batch's sums, products and keys. Loads need room in the L1 cache, which is what shared memory leaves of 256 KB.
+// of the batch's sums, products and keys. Loads in flight need room in the L1 cache, and L2 gives 24 bytes a clock at most.
 double clocks_of(const kv_gpu_span *s, const loop_args &a) {
     const double slots = a.n_slot, keys = slots * a.members;
     const double rounds = kv_div_up(a.members * a.group * a.batch * a.shares, WARPS);
@@ -140,7 +147,7 @@ double clocks_of(const kv_gpu_span *s, const loop_args &a) {
                                 ? keys * a.group * a.batch * s->head_dim / 60
                                 : keys / 64 * (60 + 45 * kv_div_up(a.group * a.batch, 8));
     const double bytes = keys * s->head_dim * (s->type == KV_F32 ? 4 : 2);
-    const double load = bytes / (shared_bytes(a) <= 195 * 1024 ? 16 : 8);
+    const double load = bytes / std::min(24.0, cache_beside(shared_bytes(a)) / 4);
     return (a.n_block == 1 ? 2200 : 5300) + slots * (30 + 4 * a.members * a.group) / 128 +
            (1500 + weigh + std::max(products, load)) / a.batch;
 }
