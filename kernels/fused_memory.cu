@@ -33,7 +33,7 @@ __global__ __launch_bounds__(THREADS, 1) void segment_kernel(const __grid_consta
     const int team = uniform(threadIdx.x / 128);
     const segment g(a);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], 8);
+        init_ring(s.full, s.empty, 1, 8);
         barrier_init_fence();
     }
     __syncthreads();
@@ -67,15 +67,7 @@ __global__ __launch_bounds__(THREADS, 1) void segment_kernel(const __grid_consta
         finish(memory);
         if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[r.slot]);
     }
-    const int own = (int)threadIdx.x % 32,
-              row = team * 64 + (int)threadIdx.x % 128 / 32 * 16 + own / 4;
-    float *out = a.segment + g.index() * (D * D);
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int j = 0; j < 16; j++)
-            *reinterpret_cast<float2 *>(out + (row + 8 * h) * D + 8 * j + 2 * (own % 4)) =
-                make_float2(memory[4 * j + 2 * h], memory[4 * j + 2 * h + 1]);
+    store_sums<D>(memory, a.segment + g.index() * (D * D) + (int)threadIdx.x / 32 * 16 * D, D);
     if (threadIdx.x == 0) a.span[g.index()] = left;
 #endif
 }

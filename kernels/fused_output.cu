@@ -147,7 +147,7 @@ __global__ __launch_bounds__(THREADS, 1) void forward_kernel(const __grid_consta
     const segment g(a);
     if (threadIdx.x < D) s.readout[threadIdx.x] = a.readout[g.lane * a.n_param + threadIdx.x];
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], 8);
+        init_ring(s.full, s.empty, 1, 8);
         barrier_init_fence();
     }
     __syncthreads();

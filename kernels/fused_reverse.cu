@@ -26,7 +26,7 @@ __global__ __launch_bounds__(THREADS, 1) void reverse_kernel(const __grid_consta
     const int team = uniform(threadIdx.x / 128);
     const segment g(a);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < SLOTS; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], 8);
+        init_ring(s.full, s.empty, 1, 8);
         barrier_init_fence();
     }
     __syncthreads();

@@ -105,8 +105,7 @@ __global__ __launch_bounds__(ALL_THREADS,
     const share work((a.n_row - a.first_row) / ROWS, (int)gridDim.x, (int)blockIdx.x);
     if (threadIdx.x == 0) {
         barrier_init(&s.w_full, 1);
-        for (int i = 0; i < STAGES; i++)
-            barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], gates ? 8 : 4);
+        init_ring(s.full, s.empty, 1, gates ? 8 : 4);
         barrier_init_fence();
     }
     __syncthreads();
@@ -220,21 +219,6 @@ __device__ __forceinline__ void gate_gradient(gradient_shared<NI> &s, const floa
     }
 }
 
-// Sum of a 64 x N part of the gradient, rows of operand A at `unit`, into the block's partial.
-template <int N>
-__device__ __forceinline__ void store_part(const float (&x)[N / 2], float *out, int unit,
-                                           int column, int ld) {
-    const int own = (int)threadIdx.x % 32;
-    float *to = out + (int64_t)(unit + (int)threadIdx.x % 128 / 32 * 16 + own / 4) * ld + column +
-                2 * (own % 4);
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-        for (int j = 0; j < N / 8; j++)
-            *reinterpret_cast<float2 *>(to + 8 * r * ld + 8 * j) =
-                make_float2(x[4 * j + 2 * r], x[4 * j + 2 * r + 1]);
-}
-
 // Three groups of 64 projections for two warpgroups: each sums one group, and its half of the features for the group between.
 template <int NI>
 __global__ __launch_bounds__(THREADS,
@@ -252,8 +236,7 @@ __global__ __launch_bounds__(THREADS,
     const int64_t count = 2 * COLUMNS * NI + (a.d_gate ? 2 * NI + 2 : 0);
     float *out = a.partial + ((int64_t)lane * gridDim.x + blockIdx.x) * count;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++)
-            barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], gates ? 10 : 8);
+        init_ring(s.full, s.empty, 1, gates ? 10 : 8);
         barrier_init_fence();
     }
     __syncthreads();
@@ -303,10 +286,11 @@ __global__ __launch_bounds__(THREADS,
         pin(between);
         if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[slot]);
     }
+    const int unit = block * COLUMNS + (int)threadIdx.x % 128 / 32 * 16;
 #pragma unroll
     for (int h = 0; h < PARTS; h++)
-        store_part<128>(own[h], out, block * COLUMNS + team * 128, 128 * h, NI);
-    store_part<HALF>(between, out, block * COLUMNS + 64, team * HALF, NI);
+        store_sums<128>(own[h], out + (int64_t)(unit + team * 128) * NI + 128 * h, NI);
+    store_sums<HALF>(between, out + (int64_t)(unit + 64) * NI + team * HALF, NI);
 #endif
 }
 

@@ -113,6 +113,32 @@ kv_status kv_net_memory_forward(kv_gpu_net *net, const float *param, float *rhat
 template <class T>
 kv_status kv_net_memory_backward(kv_gpu_net *net, const float *param, const float *e, float *grad);
 
+// Kernels of a pass follow each other on the stream, and each waits inside for the one before (kv_follow): on Hopper the next one is
+// brought to the multiprocessors while the last blocks of the one before still work.
+template <class... P, class... A>
+kv_status kv_net_launch(const kv_gpu *g, void (*kernel)(P...), dim3 grid, int threads,
+                        size_t shared, A... arguments) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = grid;
+    c.blockDim = dim3((unsigned)threads);
+    c.dynamicSmemBytes = shared;
+    c.stream = g->stream;
+    c.attrs = &early;
+    c.numAttrs = g->hopper ? 1 : 0;
+    KV_CUDA(cudaLaunchKernelEx(&c, kernel, static_cast<P>(arguments)...));
+    return KV_OK;
+}
+// Lets the next kernel of the stream come, and waits until all memory of the one before is written. First in every kernel that
+// kv_net_launch starts, before anything is read from or written to device memory that another kernel touches.
+__device__ __forceinline__ void kv_follow() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 template <class T> __device__ __forceinline__ float kv_wide(T x) { return (float)x; }
 template <class T> __device__ __forceinline__ T kv_slim(float x) { return (T)x; }
 __device__ __forceinline__ float kv_sigmoid(float z) { return 1.0f / (1.0f + expf(-z)); }
