@@ -74,9 +74,12 @@ static kv_status read_spec(const kv_policy_input *input, kv_dms_spec *spec, int3
         kv_parse_real(meta_or(set, "scale", "1"), &spec->scale) == KV_OK;
     if (!good)
         return KV_FAIL(KV_E_DATA,
-                       "%s: not weights of dms for heads of %d: metadata policy, window, source "
-                       "(kv, hidden, channel), channel, shift or scale is missing or out of range",
-                       set->path, span->head_dim);
+                       "%s: metadata policy %s, window %s, source %s, channel %s, shift %s, scale "
+                       "%s; expected dms, a whole number >= 1, kv, hidden or channel, 0..%d, 0 or "
+                       "1, a number, as `kvlab train --policy dms` writes them",
+                       set->path, meta_or(set, "policy", "dms"), meta_or(set, "window", "missing"),
+                       source, meta_or(set, "channel", "0"), meta_or(set, "shift", "1"),
+                       meta_or(set, "scale", "1"), span->head_dim - 1);
     if (window != input->run->window)
         return KV_FAIL(KV_E_DATA,
                        "%s: trained with window %lld, the run has %d; use --window %lld "
@@ -94,8 +97,12 @@ static kv_status read_spec(const kv_policy_input *input, kv_dms_spec *spec, int3
                        set->path);
     snprintf(name, sizeof name, "layers.%d.gate.w1", span->layer_id);
     const kv_tensor *t = kv_tensors_find(set, name);
-    if (t && t->n_dim == 3 && t->shape[1] <= INT32_MAX) spec->n_mlp = (int32_t)t->shape[1];
-    return KV_OK;
+    if (!t) return KV_OK; /* a linear gate */
+    /* Checked here, since its width is what memory is taken for: one that fits is in the file. */
+    const bool wide = t->n_dim == 3 && t->shape[1] > 0 && t->shape[1] <= INT32_MAX;
+    const int64_t shape[] = {span->n_kv_head, wide ? t->shape[1] : 1, spec->n_input};
+    spec->n_mlp = (int32_t)shape[1];
+    return kv_tensors_get(set, name, 3, shape, &t);
 }
 
 /* Parameters of all heads, head by head: param [n_kv_head][kv_dms_param]. */

@@ -22,10 +22,11 @@ static const kv_tensor *part_of_layer(const kv_tensors *set, int32_t layer, cons
     return kv_tensors_find(set, name);
 }
 
-/* Width of the second axis of a matrix, 0 if the file has no such tensor. */
+/* Width of the second axis of a matrix, 0 if the file has no such tensor or one without elements. */
 static int32_t width_of(const kv_tensors *set, int32_t layer, const char *part) {
     const kv_tensor *t = part_of_layer(set, layer, part);
-    return t && t->n_dim == 3 && t->shape[1] <= INT32_MAX ? (int32_t)t->shape[1] : 0;
+    const bool matrix = t && t->n_dim == 3 && t->n_element > 0 && t->shape[1] <= INT32_MAX;
+    return matrix ? (int32_t)t->shape[1] : 0;
 }
 
 static kv_status check_file(const kv_policy_input *input, const char *policy) {
@@ -84,7 +85,8 @@ static kv_status read_spec(const kv_policy_input *input, bool recurrent, kv_net_
     spec->n_input = spec->hidden_input ? span->d_model : 2 * span->head_dim;
     bool complete = recurrent ? spec->n_key > 0 && spec->n_value > 0 : spec->n_mlp > 0;
     if (!complete)
-        return KV_FAIL(KV_E_DATA, "%s: tensor layers.%d.%s is missing or not three-dimensional",
+        return KV_FAIL(KV_E_DATA,
+                       "%s: tensor layers.%d.%s is missing, empty or not three-dimensional",
                        set->path, span->layer_id, recurrent ? "phi_q.weight" : "mlp.w1");
     return KV_OK;
 }

@@ -290,6 +290,16 @@ Test(dms, policy_reads_weights_or_the_recorded_gate) {
         c.span.layer_id = 1;
         cr_expect_eq(kv_dms_gate(&input, gate, &shift), KV_E_DATA);
         c.span.layer_id = 2;
+        /* a width that the file does not hold is refused before memory is taken for it */
+        for (int32_t j = 0; j < set.n_tensor; j++) {
+            kv_tensor *t = &set.tensor[j];
+            const kv_tensor sound = *t;
+            t->shape[1] = INT32_MAX;
+            t->shape[t->n_dim - 1] = t->n_element = 0;
+            cr_expect_eq(kv_dms_gate(&input, gate, &shift), KV_E_DATA, "%s: %s", t->name,
+                         kv_error_message());
+            *t = sound;
+        }
         kv_tensors_free(&set);
     }
     /* the recorded gate: 0 does not mark, shift 0 and 1, the last token stays */
