@@ -53,18 +53,19 @@ __device__ __forceinline__ uint32_t pair(float a, float b) {
     const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
     return *reinterpret_cast<const uint32_t *>(&h);
 }
+__device__ __forceinline__ float2 wide_pair(uint32_t x) {
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(&x));
+}
+__device__ __forceinline__ uint32_t scale_pair(uint32_t x, float a, float b) {
+    const float2 v = wide_pair(x);
+    return pair(v.x * a, v.y * b);
+}
 // The same number, of which the compiler does not know that it is the same in every round: what follows from it is computed again
 // instead of filling registers from round to round.
 __device__ __forceinline__ int again(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-// Element `column` of row `row` in a tile of N rows.
-template <int N> __device__ __forceinline__ char *in_tile(void *tile, int row, int column) {
-    return static_cast<char *>(tile) + column / 64 * N * 128 + row * 128 +
-           (column % 64 / 8 ^ row % 8) * 16 + column % 8 * 2;
-}
-
 // Of a row's chunk of 8 columns: offset in the tile's first 64 columns. Chunks 2 k further lie at `^ 32 k` (k < 4).
 __device__ __forceinline__ uint32_t fragment_at(uint32_t row, uint32_t chunk) {
     return row * 128 + (chunk ^ row % 8) * 16;
@@ -123,7 +124,7 @@ __device__ __forceinline__ void load_operand(const uint16_t *tile, uint32_t (&x)
                    at = fragment_at(thread % 128 / 32 * 16 + thread % 16, thread % 32 / 16);
 #pragma unroll
     for (int k = 0; k < N / 4; k++)
-        load_matrices(x + 4 * k, base + (at ^ (k % 4 * 32)) + k / 4 * ROWS * 128);
+        load_matrices<false>(x + 4 * k, base + (at ^ (k % 4 * 32)) + k / 4 * ROWS * 128);
 }
 
 // Barriers of a ring of tiles, by one thread: how many arrivals fill a slot and leave it.

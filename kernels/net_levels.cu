@@ -115,24 +115,53 @@ __global__ void level_kernel(const double2 *total, const int32_t *edge, int n_ch
 }
 
 // Levels inside a chunk.
-__global__ void row_kernel(const kv_gate *gate, const double *level, const int32_t *read, int n_row,
-                           double scale, double2 *from, float4 *factor) {
+struct row_args {
+    const kv_gate *gate;
+    const double *level;
+    const int32_t *token, *read, *edge;
+    const float *fade;
+    double2 *from;
+    float4 *factor;
+    kv_chunk_lines *lines;
+    float *zero; // [lane][n_token], or null
+    double scale;
+    int n_row, n_token;
+};
+template <bool LINES> __global__ void row_kernel(row_args a) {
     __shared__ double last_b, last_mu;
     kv_follow();
-    const int64_t chunk = blockIdx.x, row = chunk * KV_CHUNK + threadIdx.x;
-    const kv_gate g = gate[row];
-    const double start = level[chunk], b = block_scan(g.keep, sum_of()),
+    const int own = (int)threadIdx.x;
+    const int64_t chunk = blockIdx.x, row = chunk * KV_CHUNK + own;
+    const kv_gate g = a.gate[row];
+    const double start = a.level[chunk], b = block_scan(g.keep, sum_of()),
                  mu = b + fmax(start, block_scan(g.in - b, largest_of()));
-    if (threadIdx.x == KV_CHUNK - 1) {
+    if (own == KV_CHUNK - 1) {
         last_b = b;
         last_mu = mu;
     }
     __syncthreads();
-    from[row] = make_double2(b - mu, g.in - b);
-    const bool reads = read[row % n_row] >= 0;
-    factor[row] =
-        make_float4((float)exp(last_b - b + g.in - last_mu),
-                    reads ? (float)(scale * exp(b + start - mu)) : 0.0f, (float)exp(-mu), 0.0f);
+    const bool reads = a.read[row % a.n_row] >= 0;
+    const float fresh = (float)exp(last_b - b + g.in - last_mu);
+    if (!LINES) {
+        a.from[row] = make_double2(b - mu, g.in - b);
+        a.factor[row] = make_float4(fresh, reads ? (float)(a.scale * exp(b + start - mu)) : 0.0f,
+                                    (float)exp(-mu), 0.0f);
+        return;
+    }
+    constexpr double LOG2E = 1.4426950408889634;
+    kv_chunk_lines &x = a.lines[chunk];
+    x.ahead[own] = reads ? (float)(LOG2E * (b - mu) + log2(a.scale)) : -INFINITY;
+    x.back[own] = (float)(LOG2E * (g.in - b));
+    x.fresh[own] = fresh;
+    x.floor[own] = (float)exp(-mu);
+    const int token = a.token[row % a.n_row];
+    if (a.zero && token >= 0) a.zero[row / a.n_row * a.n_token + token] = 0;
+    if (own != 0) return;
+    const int edge = a.edge[chunk % (a.n_row / KV_CHUNK)];
+    x.fade = a.fade[chunk];
+    x.start = (float)(LOG2E * start);
+    x.opens = edge & 1;
+    x.closes = edge >> 1 & 1;
 }
 
 __global__ void chunk_sum_kernel(const double *difference, double *sum) {
@@ -173,15 +202,16 @@ __global__ void gate_gradient_kernel(const double *difference, const double *lat
 
 } // namespace
 
-kv_status kv_net_levels(kv_gpu_net *net, const float *param) {
+kv_status kv_net_levels(kv_gpu_net *net, const float *param, bool lines, float *zero) {
     const size_t chunks = (size_t)net->n_lane * (size_t)net->n_chunk, all = (size_t)net->rows();
     const kv_gpu *g = net->gpu;
     KV_RETURN(net->reserve(NET_GATE, all * sizeof(kv_gate)));
     KV_RETURN(net->reserve(NET_TOTAL, chunks * sizeof(double2)));
     KV_RETURN(net->reserve(NET_LEVEL, chunks * sizeof(double)));
     KV_RETURN(net->reserve(NET_FADE, chunks * sizeof(float)));
-    KV_RETURN(net->reserve(NET_FROM, all * sizeof(double2)));
-    KV_RETURN(net->reserve(NET_SCALE, all * sizeof(float4)));
+    KV_RETURN(net->reserve(NET_FROM, lines ? 0 : all * sizeof(double2)));
+    KV_RETURN(net->reserve(NET_SCALE, lines ? 0 : all * sizeof(float4)));
+    KV_RETURN(net->reserve(NET_LINES, lines ? chunks * sizeof(kv_chunk_lines) : 0));
     const gate_args a = {net->at<float2>(NET_PRE),
                          param + net->layout.part[KV_NET_GATE_I_B].at,
                          param + net->layout.part[KV_NET_GATE_F_B].at,
@@ -195,10 +225,21 @@ kv_status kv_net_levels(kv_gpu_net *net, const float *param) {
     KV_RETURN(kv_net_launch(g, level_kernel, dim3((unsigned)net->n_lane), KV_CHUNK, 0,
                             net->at<double2>(NET_TOTAL), net->at<int32_t>(NET_EDGE), net->n_chunk,
                             net->at<double>(NET_LEVEL), net->at<float>(NET_FADE)));
-    return kv_net_launch(g, row_kernel, dim3((unsigned)chunks), KV_CHUNK, 0,
-                         net->at<kv_gate>(NET_GATE), net->at<double>(NET_LEVEL),
-                         net->at<int32_t>(NET_READ), net->n_row, 1 / sqrt((double)net->spec.n_key),
-                         net->at<double2>(NET_FROM), net->at<float4>(NET_SCALE));
+    const row_args rows = {net->at<kv_gate>(NET_GATE),
+                           net->at<double>(NET_LEVEL),
+                           net->at<int32_t>(NET_TOKEN),
+                           net->at<int32_t>(NET_READ),
+                           net->at<int32_t>(NET_EDGE),
+                           net->at<float>(NET_FADE),
+                           net->at<double2>(NET_FROM),
+                           net->at<float4>(NET_SCALE),
+                           net->at<kv_chunk_lines>(NET_LINES),
+                           zero,
+                           1 / sqrt((double)net->spec.n_key),
+                           net->n_row,
+                           net->n_token};
+    return kv_net_launch(g, lines ? row_kernel<true> : row_kernel<false>, dim3((unsigned)chunks),
+                         KV_CHUNK, 0, rows);
 }
 
 kv_status kv_net_gate_gradients(kv_gpu_net *net) {
