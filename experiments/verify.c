@@ -172,11 +172,24 @@ static kv_status judge(kv_verify *v, const operation *op, const char *path, int 
     return KV_OK;
 }
 
+/* Without a GPU too, so that a wrong name is not first told to get one. */
+static kv_status check_name(const char *only) {
+    char names[OPERATIONS * 24] = "";
+    for (int i = 0; i < OPERATIONS; i++) {
+        if (!only || strcmp(only, operations[i].name) == 0) return KV_OK;
+        const size_t used = strlen(names);
+        snprintf(names + used, sizeof names - used, "%s%s", i ? ", " : "", operations[i].name);
+    }
+    return KV_FAIL(KV_E_USAGE, "--only: there is no operation '%s'; expected one of %s", only,
+                   names);
+}
+
 kv_status kv_verify_run(FILE *out, const char *only, bool small) {
     kv_status st = KV_OK;
     kv_verify v = {.out = out, .small = small};
     kv_gpu_info info;
     int failed = 0, matched = 0;
+    KV_TRY(check_name(only));
     KV_TRY(kv_gpu_ops(&v.ops));
     KV_TRY(kv_gpu_shared(&v.gpu));
     kv_gpu_describe(v.gpu, &info);
@@ -193,7 +206,6 @@ kv_status kv_verify_run(FILE *out, const char *only, bool small) {
         }
     }
     KV_TRY(kv_gpu_use_hopper(v.gpu, hopper));
-    if (!matched) KV_RAISE(KV_E_USAGE, "verify: there is no operation '%s'", only);
     if (failed) KV_RAISE(KV_E_MISMATCH, "verify: %d of %d rows failed", failed, matched);
 out:
     return st;

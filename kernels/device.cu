@@ -35,9 +35,11 @@ kv_status kv_gpu_open(kv_gpu **out) {
     int count = 0;
     const cudaError_t e = cudaGetDeviceCount(&count);
     if (e != cudaSuccess || count == 0)
-        return KV_FAIL(KV_E_UNAVAILABLE,
-                       "no usable GPU: %s; install the NVIDIA driver or run with --device cpu",
-                       e != cudaSuccess ? cudaGetErrorString(e) : "no device found");
+        return KV_FAIL(
+            KV_E_UNAVAILABLE,
+            "no usable GPU: %s; this build needs an NVIDIA GPU and a driver for CUDA %d or newer "
+            "(`nvidia-smi` shows both); everything but verify runs with --device cpu",
+            e != cudaSuccess ? cudaGetErrorString(e) : "no device found", CUDART_VERSION / 1000);
     kv_gpu *g = new (std::nothrow) kv_gpu();
     if (!g) return KV_FAIL(KV_E_INTERNAL, "out of memory");
     *out = g;

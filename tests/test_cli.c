@@ -123,6 +123,7 @@ static const struct {
     {"experiment --window 0 --trace t.h5 --policy full --budget 32", 64, "--window"},
     {"experiment --sinks -1 --trace t.h5 --policy full --budget 32", 64, "--sinks"},
     {RUN "--trace t.h5 --policy fool --budget 32", 64, "oracle_step"},
+    {"verify --only fool", 64, "oracle step"},
     {RUN "--trace t.h5 --policy full,,tova --budget 32", 64, "there is no policy"},
     {RUN "--trace t.h5 --policy h2o:share=1 --budget 32", 64, "recent_share"},
     {RUN "--trace t.h5 --policy h2o:recent_share=2 --budget 32", 64, "[0, 1]"},
