@@ -25,7 +25,7 @@ __global__ void fill_kernel(int32_t *evict_at, int32_t *tau, int n, int k, int s
     const size_t head = (size_t)blockIdx.y * (size_t)n;
     for (int t = (int)(blockIdx.x * blockDim.x + threadIdx.x); t < n;
          t += (int)(gridDim.x * blockDim.x)) {
-        const bool leaves = k == 0 && t >= sinks && t + window < n;
+        const bool leaves = k == 0 && t >= sinks && t < n - window; // a window may be INT_MAX
         evict_at[head + (size_t)t] = leaves ? t + window : KV_NEVER;
         if (tau) tau[head + (size_t)t] = k == 0 && t >= window + sinks - 1 ? -1 : n;
     }
