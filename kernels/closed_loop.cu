@@ -186,6 +186,11 @@ kv_status kv_gpu_replay_attention(const kv_gpu_span *s, const kv_attention_rule 
                        "closed loop: budget %d, %d newest keys protected, %d of %d KV heads in a "
                        "layer",
                        budget, rule->protect_recent, layer_heads, s->n_kv_head);
+    if (members > THREADS) // a thread per member tells of what leaves
+        return KV_FAIL(KV_E_UNAVAILABLE,
+                       "closed loop: %d KV heads decide together, the GPU takes %d at most; run "
+                       "with --device cpu",
+                       members, THREADS);
     const int n_set = s->n_kv_head / members;
     const size_t cells = (size_t)s->n_kv_head * (size_t)s->n_token,
                  steps = (size_t)n_set * (size_t)s->n_token;
