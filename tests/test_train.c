@@ -12,7 +12,6 @@
 #include "policies/registry.h"
 #include "reference/core/cpu.h"
 #include "reference/core/log.h"
-#include "reference/core/mem.h"
 #include "reference/core/progress.h"
 #include "reference/core/rand.h"
 #include "reference/replay.h"

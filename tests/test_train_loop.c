@@ -5,7 +5,6 @@
 
 #include "experiments/train.h"
 #include "reference/core/log.h"
-#include "reference/core/mem.h"
 #include "reference/core/progress.h"
 #include "tests/naive/test_folder.h"
 #include "traces/safetensors.h"
