@@ -6,11 +6,14 @@
 
 #include "kernels/device.cuh"
 #include "kernels/kept.cuh"
+#include "kernels/portable.cuh"
 #include "kernels/rows.cuh"
 
 namespace attend {
 
 constexpr float LIFT = 7.0f, SLACK = 8.0f; // binary exponents
+constexpr float LIMIT =
+    0x1p15f; // of a thread's sum over a row of a tile: half precision ends at 2^16
 
 struct attend_args {
     int n_token, n_q_head, n_kv_head, n_block, head_dim_out, sinks, window;
@@ -34,7 +37,8 @@ struct key_list {
         return to > open || (from < far && to > far);
     }
     __device__ __forceinline__ int2 limits(int key) const { // visible from, up to but excluding
-        return key < 0 ? make_int2(INT_MAX, 0) : make_int2(key, list ? __ldg(until + key) : INT_MAX);
+        return key < 0 ? make_int2(INT_MAX, 0)
+                       : make_int2(key, list ? __ldg(until + key) : INT_MAX);
     }
 };
 
@@ -48,7 +52,8 @@ __device__ __forceinline__ key_list keys_of(const attend_args &a, int kv, int bl
 }
 
 struct attend_row {
-    float shift, fade; // fade: what sums and output are multiplied with before the next tile joins them
+    float shift,
+        fade; // fade: what sums and output are multiplied with before the next tile joins them
     float near, far;
 };
 
@@ -81,8 +86,8 @@ __device__ __forceinline__ void hide(float (&x)[N], uint32_t (&inside)[2], const
 // Turns logits of row r into probabilities times 2^(exponent - shift) and adds them to the sums. `inside`: as from hide, used when
 // the tile is mixed.
 template <int N>
-__device__ __forceinline__ void weigh(float (&x)[N], attend_row &s, int r, float unit,
-                                      kv_zone zone, uint32_t inside) {
+__device__ __forceinline__ void weigh(float (&x)[N], attend_row &s, int r, float unit, kv_zone zone,
+                                      uint32_t inside) {
     const float top = kv_quad_max(kv_row_max(x, r)) * unit - LIFT;
     s.fade = 1.0f;
     if (__any_sync(~0u, top > s.shift + SLACK)) {
@@ -115,6 +120,72 @@ __device__ __forceinline__ void weigh(float (&x)[N], attend_row &s, int r, float
     }
 }
 
+// Probabilities times 2^(exponent - shift), two packed to a word; their sums for both rows of a thread.
+template <class T, int N>
+__device__ __forceinline__ void pack_terms(const float (&x)[N], uint32_t (&p)[N / 2],
+                                           const attend_row (&row)[2], float unit,
+                                           float (&sum)[2]) {
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int c = 0; c < N / 2; c++) {
+        const int r = c % 2;
+        const float a = kv_exp2(fmaf(x[2 * c], unit, -row[r].shift));
+        const float b = kv_exp2(fmaf(x[2 * c + 1], unit, -row[r].shift));
+        sum[r] += a + b;
+        p[c] = portable::pack(a, b, T());
+    }
+}
+
+// weigh for both rows of a thread, into packed words. The shifts are those of earlier tiles; only when a sum grows beyond LIMIT
+// they move to this tile's maxima, and the output o that belongs to them fades.
+template <class T, int N, int M>
+__device__ __forceinline__ void weigh_packed(const float (&x)[N], uint32_t (&p)[N / 2],
+                                             attend_row (&row)[2], float (&o)[M], float unit,
+                                             kv_zone zone, const uint32_t (&inside)[2]) {
+    float sum[2];
+    pack_terms<T>(x, p, row, unit, sum);
+    if (__any_sync(~0u, fmaxf(sum[0], sum[1]) >= LIMIT)) {
+        float fade[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            attend_row &s = row[r];
+            const float shift = fmaxf(s.shift, kv_quad_max(kv_row_max(x, r)) * unit - LIFT);
+            fade[r] = kv_exp2(s.shift - shift);
+            s.shift = shift;
+            s.near *= fade[r];
+            s.far *= fade[r];
+        }
+#pragma unroll
+        for (int i = 0; i < M; i++) o[i] *= fade[i / 2 % 2];
+        pack_terms<T>(x, p, row, unit, sum);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        attend_row &s = row[r];
+        if (zone == KV_FAR)
+            s.far += sum[r];
+        else
+            s.near += sum[r];
+        if (zone != KV_MIXED) continue;
+        float in = 0;
+#pragma unroll
+        for (int j = 0; j < N / 4; j++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                if (inside[r] >> (2 * j + c) & 1)
+                    in += kv_exp2(fmaf(x[4 * j + 2 * r + c], unit, -s.shift));
+        s.far += in;
+        s.near -= in;
+    }
+}
+
+// Natural logarithm of sum 2^shift, sum > 0 and not subnormal.
+__device__ __forceinline__ float log_of(float shift, float sum) {
+    const int bits = __float_as_int(sum);
+    const float mantissa = __int_as_float((bits & 0x7fffff) | 0x3f800000);
+    return (float)(((double)shift + ((bits >> 23) - 127) + __log2f(mantissa)) * KV_LN2);
+}
+
 template <int N>
 __device__ __forceinline__ void finish(const attend_row &s, const float (&o)[N], int r,
                                        const attend_args &a, int head, int u) {
@@ -122,11 +193,8 @@ __device__ __forceinline__ void finish(const attend_row &s, const float (&o)[N],
     if (u >= a.n_token) return;
     const size_t i = (size_t)head * (size_t)a.n_token + (size_t)u;
     const int t = threadIdx.x % 4, d = a.head_dim_out;
-    if (t == 0 && a.lse)
-        a.lse[i] = sum > 0 ? (float)(((double)s.shift + log2((double)sum)) * KV_LN2) : -INFINITY;
-    if (t == 0 && a.lse_long)
-        a.lse_long[i] =
-            far > 0 ? (float)(((double)s.shift + log2((double)far)) * KV_LN2) : -INFINITY;
+    if (t == 0 && a.lse) a.lse[i] = sum > 0 ? log_of(s.shift, sum) : -INFINITY;
+    if (t == 0 && a.lse_long) a.lse_long[i] = far > 0 ? log_of(s.shift, far) : -INFINITY;
     if (!a.o) return;
     const float scale = sum > 0 ? 1.0f / sum : 0.0f;
     float *row = a.o + i * (size_t)d + 2 * t;

@@ -17,6 +17,7 @@ namespace {
 enum column_form { SUM, MAXIMUM, SHIFTED };
 
 constexpr int TILE = 128, UNITS = 4, STAGES = 3, NORMS = STAGES + 1;
+constexpr int THREADS = 128 * (UNITS + 1);
 
 struct column_args {
     int n_token, n_padded, n_q_head, n_kv_head, window;
@@ -169,7 +170,7 @@ __host__ __device__ __forceinline__ int chunk_count(const column_args &a) {
 }
 
 template <class T, int D, column_form FORM>
-__global__ __launch_bounds__(128 * (UNITS + 1),
+__global__ __launch_bounds__(THREADS,
                              1) void column_hopper(const __grid_constant__ CUtensorMap q_map,
                                                    const __grid_constant__ CUtensorMap k_map,
                                                    const column_args a) {
@@ -273,7 +274,7 @@ template <class T, int D, column_form FORM> kv_status launch(const kv_gpu_span *
             a.next = next.as<int>();
             KV_RETURN(kv_allow_shared(g, column_hopper<T, D, FORM>, bytes));
             column_hopper<T, D, FORM>
-                <<<min(g->sm_count, items), 128 * (UNITS + 1), bytes, g->stream>>>(q_map, k_map, a);
+                <<<min(g->sm_count, items), THREADS, bytes, g->stream>>>(q_map, k_map, a);
             KV_CUDA(cudaGetLastError());
             return KV_OK;
         }

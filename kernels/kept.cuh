@@ -6,8 +6,6 @@
 
 constexpr int KV_BLOCK = 64; // queries that share a list
 
-constexpr int KV_LIST_WARPS = 8; // that build one list, each from its share of the keys
-
 // The list of one block: `far` keys that every query of the block sees inside its E(u), then `near` keys that every query sees
 // outside its E(u), then `part` keys that need a look at each query. Each class in ascending order; all keys of an ordered plan
 // are in `part`.
@@ -20,10 +18,7 @@ struct kv_gpu_plan {
     kv_gpu *gpu;
     int32_t n_kv_head, n_token, n_block, sinks, window;
     bool ordered;
-    kv_gpu_buffer *block; // kept_block [n_kv_head][n_block]
-    kv_gpu_buffer
-        *share; // int3 [n_kv_head][n_block][KV_LIST_WARPS], keys of each class that a warp found
-    kv_gpu_buffer *total;    // int64, length of all lists
+    kv_gpu_buffer *block;    // kept_block [n_kv_head][n_block]
     kv_gpu_buffer *list;     // int32 keys
     kv_gpu_buffer *evict_at; // int32 [n_kv_head][n_token], a copy
 };

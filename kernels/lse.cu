@@ -228,7 +228,7 @@ __global__ __launch_bounds__(portable::THREADS, 2) void lse_portable(const T *q,
 // share the stream of keys. Each consumer warpgroup owns one unit: its product, then its exponentials, while the other three are at
 // theirs. Products go by turns: without order all four would now and then multiply at once and then all wait for exponentials.
 
-constexpr int UNITS = 4, TILE = 128, STAGES = 3;
+constexpr int UNITS = 4, TILE = 128, STAGES = 3, THREADS = 128 * (UNITS + 1);
 
 template <int D> struct lse_shared {
     alignas(1024) uint16_t q[2][UNITS][64 * D];
@@ -254,10 +254,9 @@ __host__ __device__ __forceinline__ int item_count(const lse_args &a) {
 }
 
 template <class T, int D, bool EVENTS>
-__global__ __launch_bounds__(128 * (UNITS + 1),
-                             1) void lse_hopper(const __grid_constant__ CUtensorMap q_map,
-                                                const __grid_constant__ CUtensorMap k_map,
-                                                const lse_args a) {
+__global__ __launch_bounds__(THREADS, 1) void lse_hopper(const __grid_constant__ CUtensorMap q_map,
+                                                         const __grid_constant__ CUtensorMap k_map,
+                                                         const lse_args a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     extern __shared__ __align__(1024) char raw[];
@@ -357,8 +356,7 @@ template <class T, int D, bool EVENTS> kv_status launch(const kv_gpu_span *s, ls
             a.next = next.as<int>();
             KV_RETURN(kv_allow_shared(g, lse_hopper<T, D, EVENTS>, bytes));
             lse_hopper<T, D, EVENTS>
-                <<<min(g->sm_count, item_count(a)), 128 * (UNITS + 1), bytes, g->stream>>>(
-                    q_map, k_map, a);
+                <<<min(g->sm_count, item_count(a)), THREADS, bytes, g->stream>>>(q_map, k_map, a);
             KV_CUDA(cudaGetLastError());
             return KV_OK;
         }
