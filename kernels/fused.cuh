@@ -5,7 +5,7 @@
 #ifndef KV_KERNELS_FUSED_CUH
 #define KV_KERNELS_FUSED_CUH
 
-#include "kernels/hopper.cuh"
+#include "kernels/fused_ops.cuh"
 #include "kernels/net.cuh"
 #include "kernels/rows.cuh"
 
@@ -42,11 +42,6 @@ namespace fused {
 constexpr int ROWS = 64;     // of a streamed tile
 constexpr int THREADS = 384; // two warpgroups that compute, and one that loads
 
-__device__ __forceinline__ float tanh_fast(float x) { // 2^-11
-    float y;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 // silu(2 half) and its slope at 2 half
 __device__ __forceinline__ float silu_half(float half) { return fmaf(half, tanh_fast(half), half); }
 __device__ __forceinline__ void silu_half(float half, float *silu, float *slope) {
@@ -58,16 +53,22 @@ __device__ __forceinline__ uint32_t pair(float a, float b) {
     const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
     return *reinterpret_cast<const uint32_t *>(&h);
 }
+__device__ __forceinline__ float2 wide_pair(uint32_t x) {
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(&x));
+}
+__device__ __forceinline__ uint32_t scale_pair(uint32_t x, float a, float b) {
+    const float2 v = wide_pair(x);
+    return pair(v.x * a, v.y * b);
+}
 // The same number, of which the compiler does not know that it is the same in every round: what follows from it is computed again
 // instead of filling registers from round to round.
 __device__ __forceinline__ int again(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-// Element `column` of row `row` in a tile of N rows.
-template <int N> __device__ __forceinline__ char *in_tile(void *tile, int row, int column) {
-    return static_cast<char *>(tile) + column / 64 * N * 128 + row * 128 +
-           (column % 64 / 8 ^ row % 8) * 16 + column % 8 * 2;
+// Of a row's chunk of 8 columns: offset in the tile's first 64 columns. Chunks 2 k further lie at `^ 32 k` (k < 4).
+__device__ __forceinline__ uint32_t fragment_at(uint32_t row, uint32_t chunk) {
+    return row * 128 + (chunk ^ row % 8) * 16;
 }
 
 // Stores 32 columns of a row, of which the quad's threads hold pairs: 16 bytes a thread, threads exchange what they hold.
@@ -101,6 +102,39 @@ __device__ __forceinline__ void store_rows(const float (&x)[N], bool real0, bool
                               : 0u;
             store_quad(word, to + 8 * r * ld + 8 * j);
         }
+}
+
+// Sums of 64 rows of a warpgroup, N columns, in fp32; `to`: the warp's first row and column.
+template <int N>
+__device__ __forceinline__ void store_sums(const float (&x)[N / 2], float *to, int64_t ld) {
+    const int own = (int)threadIdx.x % 32;
+    to += own / 4 * ld + own % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int j = 0; j < N / 8; j++)
+            *reinterpret_cast<float2 *>(to + 8 * r * ld + 8 * j) =
+                make_float2(x[4 * j + 2 * r], x[4 * j + 2 * r + 1]);
+}
+
+// Rows of a warpgroup, tile [64][2 N], as operand.
+template <int N>
+__device__ __forceinline__ void load_operand(const uint16_t *tile, uint32_t (&x)[N]) {
+    const uint32_t thread = (uint32_t)again((int)threadIdx.x), base = hopper::shared_address(tile),
+                   at = fragment_at(thread % 128 / 32 * 16 + thread % 16, thread % 32 / 16);
+#pragma unroll
+    for (int k = 0; k < N / 4; k++)
+        load_matrices<false>(x + 4 * k, base + (at ^ (k % 4 * 32)) + k / 4 * ROWS * 128);
+}
+
+// Barriers of a ring of tiles, by one thread: how many arrivals fill a slot and leave it.
+template <int N>
+__device__ __forceinline__ void init_ring(uint64_t (&full)[N], uint64_t (&empty)[N], int filled,
+                                          int left) {
+    for (int i = 0; i < N; i++) {
+        hopper::barrier_init(&full[i], (uint32_t)filled);
+        hopper::barrier_init(&empty[i], (uint32_t)left);
+    }
 }
 
 // Which tiles of a lane's rows a block works on.

@@ -2,8 +2,14 @@
 //
 // A block takes a segment of some chunks of one lane and keeps the memory, or its gradient, in registers from chunk to chunk. First
 // every segment from an empty memory, one scan over the segments, then every segment again from what it really starts with: states
-// of single chunks never leave the chip. The forward output is formed again in the backward pass for the same reason. Of a chunk's
-// 128 rows each of two warpgroups owns 64 as queries, or as keys where time runs backwards, and 64 keys of the memory.
+// of single chunks never leave the chip. Of a chunk's 128 rows each of two warpgroups owns 64 as queries, or as keys where time runs
+// backwards, and 64 keys of the memory; each brings its part of the memory to the next chunk first and tells the other by a barrier
+// that only the next chunk waits for, so that one can work on sums while the products of the other run.
+//
+// Everything of the backward pass is proportional to the gradient e of a row's score. The forward pass, which has all that is needed
+// at hand, leaves the gradient at num and at the query for e = 1; the backward pass multiplies by e where it reads them.
+#include <type_traits>
+
 #include "kernels/fused_memory.cuh"
 
 namespace {
@@ -11,71 +17,65 @@ namespace {
 using namespace fused;
 using bf16 = __nv_bfloat16;
 
-// ---- what a segment adds to an empty memory; REVERSE: to the memory's gradient at its start ----
+// ---- what a segment adds to an empty memory, or to the memory's gradient at its start ----
 
-struct segment_shared {
+template <class L> struct segment_shared {
     static constexpr int STAGES = 3;
     alignas(1024) uint16_t x[STAGES][TILE];
     alignas(1024) uint16_t y[STAGES][TILE];
+    L lines[STAGES];
     uint64_t full[STAGES], empty[STAGES];
 };
 
-// x: keys, y: values; or queries (rows shifted by the delay), and gradients at num.
-template <bool REVERSE>
+// L key_lines: x are keys, y values; query_lines: queries (rows shifted by the delay), and gradients at num.
+template <class L>
 __global__ __launch_bounds__(THREADS, 1) void segment_kernel(const __grid_constant__ CUtensorMap xm,
                                                              const __grid_constant__ CUtensorMap ym,
                                                              const memory_args a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
+    constexpr bool REVERSE = std::is_same<L, query_lines>::value;
     extern __shared__ __align__(1024) char raw[];
-    segment_shared &s = *reinterpret_cast<segment_shared *>(raw);
-    constexpr int STAGES = segment_shared::STAGES;
+    segment_shared<L> &s = *reinterpret_cast<segment_shared<L> *>(raw);
+    constexpr int STAGES = segment_shared<L>::STAGES;
     const int team = uniform(threadIdx.x / 128);
     const segment g(a);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], 8);
+        init_ring(s.full, s.empty, 1, 8);
         barrier_init_fence();
     }
     __syncthreads();
+    kv_follow();
     ring<STAGES> r;
     if (team == 2) {
         registers_shrink<40>();
         if (threadIdx.x != 256) return;
         for (int i = 0; i < g.count; i++, r.next()) {
-            const int row = g.lane * a.n_row + g.chunk(i, REVERSE) * CHUNK;
+            const int chunk = g.chunk(i, REVERSE), row = g.lane * a.n_row + chunk * CHUNK;
             barrier_wait(&s.empty[r.slot], r.parity ^ 1);
-            barrier_expect(&s.full[r.slot], 2 * TILE * 2);
+            barrier_expect(&s.full[r.slot], 2 * TILE * 2 + lines_bytes(s.lines[0]));
             load_tile(s.x[r.slot], &xm, row - (REVERSE ? a.delay : 0), 0, &s.full[r.slot]);
             load_tile(s.y[r.slot], &ym, row, 0, &s.full[r.slot]);
+            load_lines(&s.lines[r.slot], a, g.lane, chunk, &s.full[r.slot]);
         }
         return;
     }
     registers_grow<232>();
     float memory[64] = {}, left = 1;
     for (int i = 0; i < g.count; i++, r.next()) {
-        const int chunk = g.chunk(i, REVERSE);
-        const bool edge = a.edge[chunk] & (REVERSE ? 2 : 1);
-        const float fade = edge ? 0.0f : a.fade[(int64_t)g.lane * a.n_chunk + chunk];
-        float by[4];
-        row_factors<REVERSE>(a, (int64_t)g.lane * a.n_row + chunk * CHUNK, by);
-        left *= fade;
-        fade_memory(memory, fade);
         barrier_wait(&s.full[r.slot], r.parity);
-        scale_rows(s.y[r.slot], by);
-        meet_writes();
-        add_product(memory, s.x[r.slot], s.y[r.slot], team);
+        const L &lines = s.lines[r.slot];
+        uint32_t update[32];
+        load_update(s.x[r.slot], lines, update);
+        times_all(memory, lines.fade);
+        multiply<1>(memory, update, s.y[r.slot], true);
+        const float stays = (REVERSE ? lines.opens : lines.closes) ? 0.0f : 1.0f;
+        left *= lines.fade * stays;
         finish(memory);
-        if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[r.slot]);
+        if (stays == 0) times_all(memory, 0);
+        leave(&s.empty[r.slot]);
     }
-    const int own = (int)threadIdx.x % 32,
-              row = team * 64 + (int)threadIdx.x % 128 / 32 * 16 + own / 4;
-    float *out = a.segment + g.index() * (D * D);
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int j = 0; j < 16; j++)
-            *reinterpret_cast<float2 *>(out + (row + 8 * h) * D + 8 * j + 2 * (own % 4)) =
-                make_float2(memory[4 * j + 2 * h], memory[4 * j + 2 * h + 1]);
+    store_sums<D>(memory, a.segment + g.index() * (D * D) + (int)threadIdx.x / 32 * 16 * D, D);
     if (threadIdx.x == 0) a.span[g.index()] = left;
 #endif
 }
@@ -84,6 +84,7 @@ __global__ __launch_bounds__(THREADS, 1) void segment_kernel(const __grid_consta
 template <bool REVERSE>
 __global__ void combine_kernel(float *segment, const float *span, int count) {
     constexpr int AHEAD = 16;
+    kv_follow();
     float *x =
         segment + (int64_t)blockIdx.y * count * (D * D) + blockIdx.x * blockDim.x + threadIdx.x;
     span += (int64_t)blockIdx.y * count;
@@ -105,26 +106,85 @@ __global__ void combine_kernel(float *segment, const float *span, int count) {
     }
 }
 
+// ---- what the backward pass needs before its segments ----
+
+constexpr int
+    PARTS = 32,
+    EXTRA =
+        ROWS; // shares of a lane's rows; values of `up` behind the last row that are read but not used
+
+// e of every row that is read, the readout's gradient, the sum over rows of e silu(h), in parts, and zeros in rows that no segment
+// writes: before the tokens, and for queries at the end, where nothing reads for a token any more. A thread has 8 of 128 columns.
+__global__ __launch_bounds__(256) void prepare_kernel(const memory_args a) {
+    __shared__ float part[16][D];
+    kv_follow();
+    const int lane = (int)blockIdx.y, column = (int)threadIdx.x % 16 * 8,
+              group = (int)threadIdx.x / 16, each = (a.n_row + PARTS - 1) / PARTS,
+              end = min(a.n_row, ((int)blockIdx.x + 1) * each);
+    const uint4 none = {};
+    float sum[8] = {};
+#pragma unroll 4
+    for (int r = (int)blockIdx.x * each + group; r < end; r += 16) {
+        const int64_t row = (int64_t)lane * a.n_row + r;
+        const bool before = r < a.first_chunk * CHUNK;
+        const int t = before ? -1 : a.read[r];
+        const float up = t < 0 ? 0.0f : a.e[(int64_t)lane * a.n_token + t];
+        uint4 *d = reinterpret_cast<uint4 *>(a.d_project + row * NP + column);
+        if (before || r >= a.n_row - a.delay) d[0] = none;
+        if (before) d[D / 8] = d[2 * D / 8] = none;
+        if (column == 0) {
+            a.up[row] = up;
+            if (before) a.difference[row] = 0, a.d_gate[row] = make_float2(0, 0);
+        }
+        if (t < 0) continue;
+        const uint4 y = *reinterpret_cast<const uint4 *>(a.head + row * D + column);
+        const uint32_t word[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 v = wide_pair(word[i]);
+            sum[2 * i] = fmaf(up, v.x, sum[2 * i]);
+            sum[2 * i + 1] = fmaf(up, v.y, sum[2 * i + 1]);
+        }
+    }
+    if (blockIdx.x == 0 && blockIdx.y == 0)
+        for (int i = (int)threadIdx.x; i < a.delay + EXTRA; i += 256)
+            a.up[(int64_t)gridDim.y * a.n_row + i] = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) part[group][column + i] = sum[i];
+    __syncthreads();
+    if (threadIdx.x >= D) return;
+    float total = 0;
+    for (int i = 0; i < 16; i++) total += part[i][threadIdx.x];
+    a.partial[((int64_t)lane * PARTS + blockIdx.x) * D + threadIdx.x] = total;
+}
+
+// Gradients at queries times e, where more than the projections' weights read them. A thread has 8 of 128 columns.
+__global__ void scale_kernel(const memory_args a, int64_t rows) {
+    kv_follow();
+    const int64_t row = blockIdx.x * (int64_t)16 + threadIdx.x / 16;
+    if (row >= rows) return;
+    const float up = a.up[row + a.delay];
+    uint4 *at = reinterpret_cast<uint4 *>(a.d_project + row * NP + threadIdx.x % 16 * 8);
+    const uint4 x = *at;
+    *at = make_uint4(scale_pair(x.x, up, up), scale_pair(x.y, up, up), scale_pair(x.z, up, up),
+                     scale_pair(x.w, up, up));
+}
+
 // ---- passes ----
 
 struct passes {
     kv_gpu_net *net;
     memory_args a;
     int segments;
-    CUtensorMap q, k, v;
+    CUtensorMap q, k, v, q_half, k_half, v_half;
 
-    kv_status map(const bf16 *data, int ld, CUtensorMap *out) const {
-        return kv_tile_map_of(data, KV_BF16, net->rows(), ld, D, 1, net->rows() * ld, CHUNK, D,
-                              out);
+    kv_status map(const bf16 *data, int ld, int rows, CUtensorMap *out) const {
+        return kv_tile_map_of(data, KV_BF16, net->rows(), ld, D, 1, net->rows() * ld, rows, D, out);
     }
     kv_status begin(const float *param) {
         const int chunks = net->n_chunk - net->slack / CHUNK;
+        const size_t rows = (size_t)net->rows();
         a = {};
-        a.from = net->at<double2>(NET_FROM);
-        a.factor = net->at<float4>(NET_SCALE);
-        a.read = net->at<int32_t>(NET_READ);
-        a.edge = net->at<int32_t>(NET_EDGE);
-        a.fade = net->at<float>(NET_FADE);
         a.readout = param + net->layout.part[KV_NET_READOUT].at;
         a.n_param = net->layout.n_param;
         a.n_row = net->n_row;
@@ -138,25 +198,39 @@ struct passes {
         const size_t count = (size_t)net->n_lane * (size_t)segments;
         KV_RETURN(net->reserve(NET_SEGMENT, count * D * D * 4));
         KV_RETURN(net->reserve(NET_SPAN, count * 4));
+        KV_RETURN(net->reserve(NET_SLOPE, rows * D * 2));
+        KV_RETURN(net->reserve(NET_HEAD, rows * D * 2));
+        KV_RETURN(net->reserve(NET_ALONG, rows * 4));
+        KV_RETURN(net->reserve(NET_UP, (rows + (size_t)a.delay + EXTRA) * 4));
+        KV_RETURN(net->reserve(NET_D_NARROW, rows * NP * 2));
+        a.lines = net->at<kv_chunk_lines>(NET_LINES);
+        a.read = net->at<int32_t>(NET_READ);
         a.segment = net->at<float>(NET_SEGMENT);
         a.span = net->at<float>(NET_SPAN);
+        a.slope = net->at<bf16>(NET_SLOPE);
+        a.head = net->at<bf16>(NET_HEAD);
+        a.along = net->at<float>(NET_ALONG);
+        a.up = net->at<float>(NET_UP);
+        a.d_project = net->at<bf16>(NET_D_NARROW);
         const bf16 *project = net->at<bf16>(NET_PROJECT);
-        KV_RETURN(map(project, NP, &q));
-        KV_RETURN(map(project + D, NP, &k));
-        return map(project + 2 * D, NP, &v);
+        const struct {
+            CUtensorMap *whole, *half;
+        } all[3] = {{&q, &q_half}, {&k, &k_half}, {&v, &v_half}};
+        for (int i = 0; i < 3; i++) {
+            KV_RETURN(map(project + i * D, NP, CHUNK, all[i].whole));
+            KV_RETURN(map(project + i * D, NP, CHUNK / 2, all[i].half));
+        }
+        return KV_OK;
     }
     dim3 grid() const { return dim3((unsigned)segments, (unsigned)net->n_lane); }
-
-    template <bool REVERSE>
-    kv_status segment_sums(const CUtensorMap &x, const CUtensorMap &y) const {
+    template <class L> kv_status segment_sums(const CUtensorMap &x, const CUtensorMap &y) const {
         kv_gpu *g = net->gpu;
-        KV_RETURN(kv_allow_shared(g, segment_kernel<REVERSE>, sizeof(segment_shared)));
-        segment_kernel<REVERSE><<<grid(), THREADS, sizeof(segment_shared), g->stream>>>(x, y, a);
-        KV_CUDA(cudaGetLastError());
-        combine_kernel<REVERSE><<<dim3(D * D / 256, (unsigned)net->n_lane), 256, 0, g->stream>>>(
-            a.segment, a.span, segments);
-        KV_CUDA(cudaGetLastError());
-        return KV_OK;
+        constexpr bool REVERSE = std::is_same<L, query_lines>::value;
+        KV_RETURN(kv_allow_shared(g, segment_kernel<L>, sizeof(segment_shared<L>)));
+        KV_RETURN(kv_net_launch(g, segment_kernel<L>, grid(), THREADS, sizeof(segment_shared<L>), x,
+                                y, a));
+        return kv_net_launch(g, combine_kernel<REVERSE>, dim3(D * D / 256, (unsigned)net->n_lane),
+                             256, 0, a.segment, a.span, segments);
     }
 };
 
@@ -165,56 +239,37 @@ struct passes {
 kv_status kv_fused_memory_forward(kv_gpu_net *net, const float *param, float *rhat) {
     passes p = {};
     p.net = net;
-    KV_RETURN(kv_net_levels(net, param));
+    // Tokens whose window never passes are not read for: their score is their own.
+    KV_RETURN(kv_net_levels(net, param, true, net->spec.n_mlp ? nullptr : rhat));
     KV_RETURN(p.begin(param));
     p.a.rhat = rhat;
-    // Tokens whose window never passes are not read for: their score is their own.
-    if (!p.a.add)
-        KV_CUDA(cudaMemsetAsync(rhat, 0, (size_t)net->n_lane * (size_t)net->n_token * 4,
-                                net->gpu->stream));
-    KV_RETURN(p.segment_sums<false>(p.k, p.v));
-    return launch_output(net->gpu, p.grid(), false, p.q, p.k, p.v, p.a);
+    KV_RETURN(p.segment_sums<key_lines>(p.k, p.v));
+    return launch_output(net->gpu, p.grid(), p.q_half, p.k, p.v, p.a);
 }
 
 kv_status kv_fused_memory_backward(kv_gpu_net *net, const float *param, const float *e,
                                    float *grad) {
     kv_gpu *g = net->gpu;
     passes p = {};
-    const size_t rows = (size_t)net->rows(), lanes = (size_t)net->n_lane,
-                 pitch = rows / lanes * NP * 2, tail = (size_t)net->delay() * NP * 2,
-                 head = (size_t)net->slack * NP * 2;
-    CUtensorMap delta;
+    const size_t rows = (size_t)net->rows();
+    CUtensorMap slope;
     p.net = net;
     KV_RETURN(p.begin(param));
-    KV_RETURN(net->reserve(NET_DELTA, rows * D * 2));
-    KV_RETURN(net->reserve(NET_D_NARROW, rows * NP * 2));
     KV_RETURN(net->reserve(NET_DIFFERENCE, rows * sizeof(double)));
     KV_RETURN(net->reserve(NET_D_GATE, rows * sizeof(float2)));
-    KV_RETURN(net->reserve(NET_D_SEGMENT, net->array[NET_SEGMENT]->bytes));
-    KV_RETURN(net->reserve(NET_PARTIAL, lanes * (size_t)p.segments * D * 4));
+    KV_RETURN(net->reserve(NET_PARTIAL, (size_t)net->n_lane * PARTS * D * 4));
     p.a.e = e;
-    p.a.delta = net->at<bf16>(NET_DELTA);
-    p.a.d_project = net->at<bf16>(NET_D_NARROW);
     p.a.difference = net->at<double>(NET_DIFFERENCE);
     p.a.d_gate = net->at<float2>(NET_D_GATE);
     p.a.partial = net->at<float>(NET_PARTIAL);
-    // Rows that no chunk writes: before the tokens, and at the end, where nothing reads for a token any more.
-    if (head) {
-        KV_CUDA(cudaMemset2DAsync(p.a.d_project, pitch, 0, head, lanes, g->stream));
-        KV_CUDA(cudaMemset2DAsync(p.a.difference, rows / lanes * 8, 0, (size_t)net->slack * 8,
-                                  lanes, g->stream));
-        KV_CUDA(cudaMemset2DAsync(p.a.d_gate, rows / lanes * 8, 0, (size_t)net->slack * 8, lanes,
-                                  g->stream));
-    }
-    if (tail)
-        KV_CUDA(cudaMemset2DAsync(net->array[NET_D_NARROW]->data + pitch - tail, pitch, 0, tail,
-                                  lanes, g->stream));
-    KV_RETURN(launch_output(g, p.grid(), true, p.q, p.k, p.v, p.a));
+    KV_RETURN(kv_net_launch(g, prepare_kernel, dim3(PARTS, (unsigned)net->n_lane), 256, 0, p.a));
     KV_RETURN(
-        kv_fused_total(net, p.a.partial, p.segments, D, net->layout.part[KV_NET_READOUT].at, grad));
-    p.a.segment = net->at<float>(NET_D_SEGMENT);
-    KV_RETURN(p.map(p.a.delta, D, &delta));
-    KV_RETURN(p.segment_sums<true>(p.q, delta));
-    KV_RETURN(launch_reverse(g, p.grid(), p.q, p.k, p.v, delta, p.a));
+        kv_fused_total(net, p.a.partial, PARTS, D, net->layout.part[KV_NET_READOUT].at, grad));
+    KV_RETURN(p.map(p.a.slope, D, CHUNK, &slope));
+    KV_RETURN(p.segment_sums<query_lines>(p.q, slope));
+    KV_RETURN(launch_reverse(g, p.grid(), p.q, slope, p.k_half, p.v_half, p.a));
+    if (net->spec.n_feature)
+        KV_RETURN(kv_net_launch(g, scale_kernel, dim3((unsigned)((rows + 15) / 16)), 256, 0, p.a,
+                                (int64_t)rows));
     return kv_net_gate_gradients(net);
 }

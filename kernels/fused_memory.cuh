@@ -7,18 +7,17 @@
 namespace fused {
 
 constexpr int D = 128, CHUNK = KV_CHUNK, TILE = CHUNK * D; // keys, values; rows; elements of a tile
+constexpr int HALF = TILE / 2;                             // the rows of a warpgroup
 constexpr int NP = 3 * D;                                  // columns of the projections
-constexpr float LOG2_SCALE = -3.5f;                        // log2 of D^-1/2
 static_assert(CHUNK == 128, "a warpgroup owns half of the chunk's rows in tiles of 64");
 
 struct memory_args {
-    const double2 *from;  // b - mu, i - b
-    const float4 *factor; // fresh, carried, exp(-mu)
-    const int32_t *read, *edge;
-    const float *fade, *readout, *e;
+    const kv_chunk_lines *lines; // [lane][chunk]
+    const int32_t *read;
+    const float *readout, *e;
     float *segment, *span; // of all segments
-    float *rhat, *partial;
-    __nv_bfloat16 *delta, *d_project; // [lane][row][D], [lane][row][NP]
+    float *rhat, *partial, *along, *up;
+    __nv_bfloat16 *slope, *head, *d_project; // [lane][row][D], same, [lane][row][NP]
     double *difference;
     float2 *d_gate;
     int64_t n_param;
@@ -39,101 +38,110 @@ struct segment {
     __device__ int64_t index() const { return (int64_t)lane * gridDim.x + blockIdx.x; }
 };
 
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-// Ordinary writes to shared memory before it are seen by products behind it.
-__device__ __forceinline__ void meet_writes() {
-    hopper::proxy_fence();
-    meet();
-}
-
-// Pair of columns 8 j + 2 (lane % 4) of a tile's row that does not depend on j: row and row + 8 lie 1024 bytes apart.
-struct tile_row {
-    uint32_t at;
-    __device__ tile_row(const void *tile, int row)
-        : at(hopper::shared_address(tile) +
-             (uint32_t)again(row * 128 + row % 8 * 16 + (int)threadIdx.x % 4 * 4)) {}
-    __device__ uint32_t address(int j) const {
-        return (at ^ (uint32_t)(j % 8 * 16)) + (uint32_t)(j / 8 * 128 * 128);
-    }
-    __device__ float2 load(int j) const {
-        uint32_t x;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address(j)) : "memory");
-        return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 *>(&x));
-    }
-    __device__ void store(int j, int down, uint32_t x) const {
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(address(j) + down * 128), "r"(x) : "memory");
-    }
+// What a segment's pass reads of kv_chunk_lines beside its tiles: of the keys, or of the queries.
+struct alignas(16) key_lines {
+    float fade, start;
+    int32_t opens, closes;
+    float back[CHUNK], fresh[CHUNK];
 };
-
-// Rows of a tile times the factors of rows thread / 8 + 32 i, in place.
-__device__ __forceinline__ void scale_rows(uint16_t *tile, const float (&by)[4]) {
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-        uint4 *at = reinterpret_cast<uint4 *>(tile) + threadIdx.x + 256 * n;
-        uint4 x = *at;
-        uint32_t *word = reinterpret_cast<uint32_t *>(&x);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 v = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 *>(&word[i]));
-            word[i] = pair(v.x * by[n % 4], v.y * by[n % 4]);
-        }
-        *at = x;
-    }
+struct alignas(16) query_lines {
+    float ahead[CHUNK];
+    float fade, start;
+    int32_t opens, closes;
+    float up[CHUNK]; // from another array
+};
+__device__ __forceinline__ uint32_t lines_bytes(const key_lines &) { return sizeof(key_lines); }
+__device__ __forceinline__ uint32_t lines_bytes(const query_lines &) { return sizeof(query_lines); }
+__device__ __forceinline__ void load_lines(key_lines *to, const memory_args &a, int lane, int chunk,
+                                           uint64_t *full) {
+    hopper::load_bytes(to, &a.lines[(int64_t)lane * a.n_chunk + chunk].fade, sizeof *to, full);
 }
-template <bool CARRIED>
-__device__ __forceinline__ void row_factors(const memory_args &a, int64_t row, float (&by)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float4 f = a.factor[row + threadIdx.x / 8 + 32 * i];
-        by[i] = CARRIED ? f.y : f.x;
-    }
+__device__ __forceinline__ void load_lines(query_lines *to, const memory_args &a, int lane,
+                                           int chunk, uint64_t *full) {
+    hopper::load_bytes(to, &a.lines[(int64_t)lane * a.n_chunk + chunk], offsetof(query_lines, up),
+                       full);
+    hopper::load_bytes(to->up, a.up + (int64_t)lane * a.n_row + chunk * CHUNK, sizeof to->up, full);
+}
+// Found again at every use instead of kept.
+__device__ __forceinline__ const kv_chunk_lines &lines_of(const memory_args &a, const segment &g,
+                                                          int chunk) {
+    return a.lines[g.lane * a.n_chunk + again(chunk)];
+}
+__device__ __forceinline__ int64_t row_of(const memory_args &a, const segment &, int chunk,
+                                          int line) {
+    return (int64_t)((int)blockIdx.y * a.n_row + again(chunk) * CHUNK + line);
+}
+// What a row brings into the memory at the chunk's end, or into its gradient at the chunk's start; of two rows.
+__device__ __forceinline__ float2 brings(const key_lines &s, int row) {
+    return *reinterpret_cast<const float2 *>(s.fresh + row);
+}
+__device__ __forceinline__ float2 brings(const query_lines &s, int row) {
+    const float2 ahead = *reinterpret_cast<const float2 *>(s.ahead + row),
+                 up = *reinterpret_cast<const float2 *>(s.up + row);
+    return make_float2(kv_exp2(ahead.x + s.start) * up.x, kv_exp2(ahead.y + s.start) * up.y);
 }
 
-// The warpgroup's 64 rows of the memory as a tile, what it keeps of it times `fade`, and X^T Y added: x, y [CHUNK][D].
+// A barrier whose count is the warps that arrive: `leave` after reading, `publish` after writing what products read.
+__device__ __forceinline__ void leave(uint64_t *b) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) hopper::barrier_arrive(b);
+}
+__device__ __forceinline__ void publish(uint64_t *b) {
+    hopper::proxy_fence();
+    leave(b);
+}
+
+// Rows of a warpgroup, tile [64][D], as operand of k-step k alone.
+__device__ __forceinline__ void load_operand(const uint16_t *tile, int k, uint32_t *x) {
+    const uint32_t thread = (uint32_t)again((int)threadIdx.x);
+    const uint32_t at = fragment_at(thread % 128 / 32 * 16 + thread % 16, thread % 32 / 16);
+    load_matrices<false>(x, hopper::shared_address(tile) + (at ^ (k % 4 * 32)) + k / 4 * 64 * 128);
+}
+// The warpgroup's 64 columns of a tile [CHUNK][D], rows times what they bring, as operand.
+template <class L>
+__device__ __forceinline__ void load_update(const uint16_t *tile, const L &lines,
+                                            uint32_t (&x)[32]) {
+    const uint32_t thread = (uint32_t)again((int)threadIdx.x);
+    const uint32_t at =
+        hopper::shared_address(tile) + thread / 128 * CHUNK * 128 +
+        fragment_at(thread % 8 + thread % 32 / 16 * 8, thread % 128 / 32 * 2 + thread / 8 % 2);
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        load_matrices<true>(x + 4 * k, at + k * 16 * 128);
+        const float2 a = brings(lines, (int)(16 * k + thread % 4 * 2)),
+                     b = brings(lines, (int)(16 * k + 8 + thread % 4 * 2));
+        x[4 * k] = scale_pair(x[4 * k], a.x, a.y);
+        x[4 * k + 1] = scale_pair(x[4 * k + 1], a.x, a.y);
+        x[4 * k + 2] = scale_pair(x[4 * k + 2], b.x, b.y);
+        x[4 * k + 3] = scale_pair(x[4 * k + 3], b.x, b.y);
+    }
+    hopper::pin(x);
+}
+// The warpgroup's 64 rows of the memory into the tile of products.
 __device__ __forceinline__ void snapshot(const float (&memory)[64], uint16_t *tile) {
-    const tile_row t(tile, (int)threadIdx.x / 32 * 16 + (int)threadIdx.x % 32 / 4);
+    const uint32_t thread = (uint32_t)again((int)threadIdx.x);
+    const uint32_t base = hopper::shared_address(tile),
+                   at = fragment_at(thread / 32 * 16 + thread % 16, thread % 32 / 16);
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-        for (int j = 0; j < 16; j++)
-            t.store(j, 8 * r, pair(memory[4 * j + 2 * r], memory[4 * j + 2 * r + 1]));
+    for (int j = 0; j < 8; j++)
+        store_matrices(
+            base + (at ^ (j % 4 * 32)) + j / 4 * D * 128, pair(memory[8 * j], memory[8 * j + 1]),
+            pair(memory[8 * j + 2], memory[8 * j + 3]), pair(memory[8 * j + 4], memory[8 * j + 5]),
+            pair(memory[8 * j + 6], memory[8 * j + 7]));
 }
-__device__ __forceinline__ void fade_memory(float (&memory)[64], float fade) {
+__device__ __forceinline__ void times_all(float (&x)[64], float by) {
 #pragma unroll
-    for (int i = 0; i < 64; i++) memory[i] *= fade;
+    for (int i = 0; i < 64; i++) x[i] *= by;
 }
 __device__ __forceinline__ void times_rows(float (&x)[64], float by, float below) {
 #pragma unroll
     for (int j = 0; j < 64; j++) x[j] *= j / 2 % 2 ? below : by;
 }
-__device__ __forceinline__ void add_product(float (&memory)[64], const uint16_t *x,
-                                            const uint16_t *y, int team) {
-    using namespace hopper;
-    const uint64_t xd = tile_n_major(x + team * CHUNK * 64, 0), yd = tile_n_major(y, CHUNK * 128);
-    mma_begin();
-#pragma unroll
-    for (int k = 0; k < CHUNK / 16; k++)
-        mma<__nv_bfloat16, D>::ss<1, 1>(memory, xd + step_n_major(k), yd + step_n_major(k), 1);
-    mma_commit();
-}
-// out (+)= rows of x at the warpgroup times y^T (TB 0) or y (TB 1).
+
+// out (+)= operand times y^T (TB 0) or y (TB 1), y [128][128]. Issues a group of products.
 template <int TB>
-__device__ __forceinline__ void tile_rows(float (&out)[64], const uint16_t *x, const uint16_t *y,
-                                          int team) {
-    using namespace hopper;
-    const uint64_t xd = tile_k_major(x + team * 64 * 64),
-                   yd = TB ? tile_n_major(y, 128 * 128) : tile_k_major(y);
-    mma_begin();
-#pragma unroll
-    for (int k = 0; k < D / 16; k++)
-        mma<__nv_bfloat16, 128>::ss<0, TB>(out, xd + step_k_major(k, 128),
-                                           yd + (TB ? step_n_major(k) : step_k_major(k, 128)),
-                                           k > 0);
-    mma_commit();
-}
-template <int TB>
-__device__ __forceinline__ void operand_rows(float (&out)[64], const uint32_t (&x)[32],
-                                             const uint16_t *y, bool add) {
+__device__ __forceinline__ void multiply(float (&out)[64], const uint32_t (&x)[32],
+                                         const uint16_t *y, bool add) {
     using namespace hopper;
     const uint64_t yd = TB ? tile_n_major(y, 128 * 128) : tile_k_major(y);
     mma_begin();
@@ -148,13 +156,15 @@ __device__ __forceinline__ void finish(float (&x)[64]) {
     hopper::pin(x);
 }
 
-// Products of 64 rows with 128, weighted by the decay between them (`ahead` includes the scale D^-1/2), as operand. QUERY: rows are queries, ahead is the rows' own and
-// back of the columns, in shared memory; else the other way round. `line`: first row of the thread in the chunk.
+// Products of the warpgroup's 64 rows with 128, weighted by the decay between them, as operand. QUERY: rows are queries, own is
+// `ahead` of the thread's two rows and other `back` of the columns; else the other way round, and columns count `up` times. `line`:
+// first row of the thread in the chunk.
 template <bool QUERY>
 __device__ __forceinline__ void weigh(const float (&x)[64], const float (&own)[2],
-                                      const float *other, int line, uint32_t (&out)[32]) {
-    const int column = 2 * ((int)threadIdx.x % 4), first = line / 16 * 16; // of the warp
-    line = again(line);
+                                      const float *other, const float *up, int line,
+                                      uint32_t (&out)[32]) {
+    const int column = 2 * ((int)threadIdx.x % 4), first = hopper::uniform(line / 16 * 16), // warp
+        below = line - column;
 #pragma unroll
     for (int j = 0; j < 16; j++) {
         const bool none = QUERY ? 8 * j > first + 15 : 8 * j + 7 < first,
@@ -164,29 +174,20 @@ __device__ __forceinline__ void weigh(const float (&x)[64], const float (&own)[2
             continue;
         }
         const float2 o = *reinterpret_cast<const float2 *>(other + 8 * j + column);
+        float2 by = {};
+        if (!QUERY) by = *reinterpret_cast<const float2 *>(up + 8 * j + column);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int row = line + 8 * r, c = 8 * j + column;
-            const bool s0 = all || (QUERY ? c <= row : row <= c),
-                       s1 = all || (QUERY ? c + 1 <= row : row <= c + 1);
-            const float y0 = x[4 * j + 2 * r] * kv_exp2(own[r] + o.x),
-                        y1 = x[4 * j + 2 * r + 1] * kv_exp2(own[r] + o.y);
+            const int past = below + 8 * (r - j); // row - column
+            const bool s0 = all || (QUERY ? past >= 0 : past <= 0),
+                       s1 = all || (QUERY ? past >= 1 : past <= 1);
+            float y0 = x[4 * j + 2 * r] * kv_exp2(own[r] + o.x),
+                  y1 = x[4 * j + 2 * r + 1] * kv_exp2(own[r] + o.y);
+            if (!QUERY) y0 *= by.x, y1 *= by.y;
             out[2 * j + r] = pair(s0 ? y0 : 0.0f, s1 ? y1 : 0.0f);
         }
     }
     hopper::pin(out); // before the next product's accumulators need registers
-}
-
-// Sum over 128 columns of the accumulators of row r times a tile's row.
-__device__ __forceinline__ float dot_row(const float (&x)[64], int r, uint16_t *tile, int row) {
-    const tile_row t(tile, row);
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < 16; j++) {
-        const float2 y = t.load(j);
-        sum = fmaf(x[4 * j + 2 * r], y.x, fmaf(x[4 * j + 2 * r + 1], y.y, sum));
-    }
-    return kv_quad_sum(sum);
 }
 
 __device__ __forceinline__ void load_memory(float (&memory)[64], const float *from) {
@@ -202,11 +203,12 @@ __device__ __forceinline__ void load_memory(float (&memory)[64], const float *fr
         }
 }
 
-// What the passes launch. a: arguments; grid: segments of a lane, lanes.
-kv_status launch_output(kv_gpu *g, dim3 grid, bool grad, const CUtensorMap &q, const CUtensorMap &k,
+// What the passes launch. a: arguments; grid: segments of a lane, lanes. q, v, k of a chunk's half where they are operands (half).
+kv_status launch_output(const kv_gpu *g, dim3 grid, const CUtensorMap &q_half, const CUtensorMap &k,
                         const CUtensorMap &v, const memory_args &a);
-kv_status launch_reverse(kv_gpu *g, dim3 grid, const CUtensorMap &q, const CUtensorMap &k,
-                         const CUtensorMap &v, const CUtensorMap &delta, const memory_args &a);
+kv_status launch_reverse(const kv_gpu *g, dim3 grid, const CUtensorMap &q, const CUtensorMap &slope,
+                         const CUtensorMap &k_half, const CUtensorMap &v_half,
+                         const memory_args &a);
 
 } // namespace fused
 

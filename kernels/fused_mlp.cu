@@ -11,6 +11,9 @@ using namespace fused;
 using bf16 = __nv_bfloat16;
 
 constexpr int HIDDEN = 256, OWN = 128; // hidden units; of a backward block
+// The warpgroups take turns in issuing products, so that one's sums run beside the other's products: named barriers of the first one
+// and the second one.
+constexpr int TURN = 2;
 
 struct mlp_args {
     const float *bias, *w2; // [HIDDEN] of each lane, lanes n_param apart
@@ -56,13 +59,14 @@ __global__ __launch_bounds__(THREADS, 1) void forward_kernel(const __grid_consta
     constexpr int STAGES = forward_shared<NI>::STAGES;
     const int lane = (int)blockIdx.y, team = uniform(threadIdx.x / 128);
     const share work(a.n_row / ROWS, (int)gridDim.x, (int)blockIdx.x);
+    kv_follow();
     const float *bias = a.bias + lane * a.n_param, *w2 = a.w2 + lane * a.n_param;
     for (int i = (int)threadIdx.x; i < HIDDEN / 2; i += THREADS)
         s.column[i] =
             make_float4(0.5f * bias[2 * i], w2[2 * i], 0.5f * bias[2 * i + 1], w2[2 * i + 1]);
     if (threadIdx.x == 0) {
         barrier_init(&s.w_full, 1);
-        for (int i = 0; i < STAGES; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], 4);
+        init_ring(s.full, s.empty, 1, 4);
         barrier_init_fence();
     }
     __syncthreads();
@@ -82,35 +86,48 @@ __global__ __launch_bounds__(THREADS, 1) void forward_kernel(const __grid_consta
     registers_grow<232>();
     const int own = (int)threadIdx.x % 32, line = (int)threadIdx.x % 128 / 32 * 16 + own / 4;
     barrier_wait(&s.w_full, 0);
+    if (team == 1) turn_pass(TURN);
     ring<STAGES> r;
     if (team == 1) r.next();
-    for (int i = team; i < work.count; i += 2, r.next(), r.next()) {
+    const int rounds = (work.count + 1) / 2;
+    for (int round = 0; round < rounds; round++, r.next(), r.next()) {
+        const int i = 2 * round + team, row = (work.first + i) * ROWS + line;
+        const bool real = i < work.count;
         const uint32_t slot = r.slot;
-        barrier_wait(&s.full[slot], r.parity);
-        const uint64_t xd = tile_k_major(s.x[slot]), wd = tile_k_major(s.w);
+        uint32_t x[NI / 4];
         float sum[2] = {};
+        int token[2] = {-1, -1};
+        if (real) {
+            barrier_wait(&s.full[slot], r.parity);
+            load_operand(s.x[slot], x);
+            pin(x);
+            for (int h = 0; h < 2; h++) token[h] = a.token[row + 8 * h];
+        }
 #pragma unroll 1
-        for (int h = 0; h < 2;
-             h++) { // halves of the hidden units; the other warpgroup's products fill the gaps
+        for (int h = 0; h < 2; h++) { // halves of the hidden units
+            turn_wait(TURN + team);
+            if (!real) {
+                turn_pass(TURN + 1 - team);
+                continue;
+            }
+            const uint64_t wd = tile_k_major(s.w) + (uint64_t)(h * 128 * 128 >> 4);
             float z[64];
             mma_begin();
 #pragma unroll
             for (int k = 0; k < NI / 16; k++)
-                mma<bf16, 128>::ss(z, xd + step_k_major(k, ROWS),
-                                   wd + (uint64_t)(h * 128 * 128 >> 4) + step_k_major(k, HIDDEN),
-                                   k > 0);
+                mma<bf16, 128>::rs<0>(z, x + 4 * k, wd + step_k_major(k, HIDDEN), k > 0);
             mma_commit();
+            turn_pass(TURN + 1 - team);
             mma_wait<0>();
             pin(z);
+            if (h == 0 && own == 0)
+                barrier_arrive(&s.empty[slot]); // the operand has long been read
             read_out(z, s.column + 64 * h + own % 4, sum);
         }
-        if (own == 0) barrier_arrive(&s.empty[slot]);
-        const int row = (work.first + i) * ROWS + line;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float score = kv_quad_sum(sum[h]);
-            const int t = a.token[row + 8 * h];
-            if (own % 4 == 0 && t >= 0) a.rhat[(int64_t)lane * a.n_token + t] = score;
+            if (own % 4 == 0 && token[h] >= 0) a.rhat[(int64_t)lane * a.n_token + token[h]] = score;
         }
     }
 #endif
@@ -166,10 +183,11 @@ __global__ __launch_bounds__(THREADS,
     const share work(a.n_row / ROWS, (int)gridDim.x, (int)blockIdx.x);
     if (threadIdx.x == 0) {
         barrier_init(&s.w_full, 1);
-        for (int i = 0; i < STAGES; i++) barrier_init(&s.full[i], 32), barrier_init(&s.empty[i], 8);
+        init_ring(s.full, s.empty, 32, 8);
         barrier_init_fence();
     }
     __syncthreads();
+    kv_follow();
     if (team == 2) {
         registers_shrink<40>();
         if (threadIdx.x >= 288) return;
@@ -211,22 +229,33 @@ __global__ __launch_bounds__(THREADS,
         u.w2[r] = a.w2[lane * a.n_param + unit + 8 * r];
     }
     barrier_wait(&s.w_full, 0);
-    ring<STAGES> ring;
-    for (int i = 0; i < work.count; i++, ring.next()) {
-        const uint32_t slot = ring.slot;
-        barrier_wait(&s.full[slot], ring.parity);
-        float z[32];
-        const uint64_t wd = tile_k_major(s.w[team]), xk = tile_k_major(s.x[slot]),
-                       xn = tile_n_major(s.x[slot], ROWS * 128);
-        mma_begin();
+    if (team == 1) turn_pass(TURN);
+    float z[32];
+    const auto form_z = [&](uint32_t slot) {
+        const uint64_t wd = tile_k_major(s.w[team]), xk = tile_k_major(s.x[slot]);
 #pragma unroll
         for (int k = 0; k < NI / 16; k++)
             mma<bf16, 64>::ss(z, wd + step_k_major(k, ROWS), xk + step_k_major(k, ROWS), k > 0);
         mma_commit();
+    };
+    ring<STAGES> ring;
+    if (work.count) {
+        barrier_wait(&s.full[0], 0);
+        mma_begin();
+        form_z(0);
         mma_wait<0>();
         pin(z);
+    }
+    for (int i = 0; i < work.count; i++) {
+        const uint32_t slot = ring.slot;
         uint32_t dz[16];
         slope(z, s.e[slot] + 2 * (own % 4), &u, dz);
+        pin(dz);
+        ring.next();
+        const bool more = i + 1 < work.count;
+        if (more) barrier_wait(&s.full[ring.slot], ring.parity);
+        turn_wait(TURN + team);
+        const uint64_t xn = tile_n_major(s.x[slot], ROWS * 128);
         mma_begin();
 #pragma unroll
         for (int k = 0; k < ROWS / 16; k++)
@@ -235,21 +264,20 @@ __global__ __launch_bounds__(THREADS,
                 mma<bf16, 128>::rs(dw[h], dz + 4 * k,
                                    xn + (h * 2 * ROWS * 128 >> 4) + step_n_major(k), 1);
         mma_commit();
+        form_z(more ? ring.slot : slot); // of the next tile; behind the last one nobody reads it
+        turn_pass(TURN + 1 - team);
         mma_wait<0>();
 #pragma unroll
         for (int h = 0; h < PARTS; h++) pin(dw[h]);
+        pin(z);
         if (own == 0) barrier_arrive(&s.empty[slot]);
     }
     float *out = a.partial + ((int64_t)lane * gridDim.x + blockIdx.x) * (HIDDEN * (NI + 2));
 #pragma unroll
+    for (int h = 0; h < PARTS; h++)
+        store_sums<128>(dw[h], out + (int64_t)(unit - own / 4) * NI + 128 * h, NI);
+#pragma unroll
     for (int r = 0; r < 2; r++) {
-        float *to = out + (int64_t)(unit + 8 * r) * NI + 2 * (own % 4);
-#pragma unroll
-        for (int h = 0; h < PARTS; h++)
-#pragma unroll
-            for (int j = 0; j < 16; j++)
-                *reinterpret_cast<float2 *>(to + 128 * h + 8 * j) =
-                    make_float2(dw[h][4 * j + 2 * r], dw[h][4 * j + 2 * r + 1]);
         const float d_bias = kv_quad_sum(u.d_bias[r]) * u.w2[r], d_w2 = kv_quad_sum(u.d_w2[r]);
         if (own % 4 == 0) {
             out[HIDDEN * NI + unit + 8 * r] = d_bias;
@@ -262,6 +290,7 @@ __global__ __launch_bounds__(THREADS,
 // A thread adds two neighbours; count is even.
 __global__ void total_kernel(const float *partial, int n_part, int64_t count, int64_t stride,
                              float *out) {
+    kv_follow();
     const int64_t i = 2 * (blockIdx.x * (int64_t)blockDim.x + threadIdx.x), lane = blockIdx.y;
     if (i >= count) return;
     const float *from = partial + lane * n_part * count + i;
@@ -303,9 +332,7 @@ template <int NI> kv_status forward(kv_gpu_net *net, const float *param, float *
     KV_RETURN(maps(net, HIDDEN, &x, &w));
     KV_RETURN(kv_allow_shared(g, forward_kernel<NI>, sizeof(forward_shared<NI>)));
     const dim3 grid((unsigned)max(1, g->sm_count / net->n_lane), (unsigned)net->n_lane);
-    forward_kernel<NI><<<grid, THREADS, sizeof(forward_shared<NI>), g->stream>>>(x, w, a);
-    KV_CUDA(cudaGetLastError());
-    return KV_OK;
+    return kv_net_launch(g, forward_kernel<NI>, grid, THREADS, sizeof(forward_shared<NI>), x, w, a);
 }
 
 template <int NI>
@@ -321,8 +348,8 @@ kv_status backward(kv_gpu_net *net, const float *param, const float *e, float *g
     a.partial = net->at<float>(NET_PARTIAL);
     KV_RETURN(kv_allow_shared(g, backward_kernel<NI>, sizeof(backward_shared<NI>)));
     const dim3 grid((unsigned)parts, HIDDEN / OWN, (unsigned)net->n_lane);
-    backward_kernel<NI><<<grid, THREADS, sizeof(backward_shared<NI>), g->stream>>>(x, w, a);
-    KV_CUDA(cudaGetLastError());
+    KV_RETURN(
+        kv_net_launch(g, backward_kernel<NI>, grid, THREADS, sizeof(backward_shared<NI>), x, w, a));
     return kv_fused_total(net, a.partial, parts, count, net->layout.part[KV_NET_MLP_W1].at, grad);
 }
 
@@ -330,10 +357,9 @@ kv_status backward(kv_gpu_net *net, const float *param, const float *e, float *g
 
 kv_status kv_fused_total(kv_gpu_net *net, const float *partial, int n_part, int64_t count,
                          int64_t at, float *grad) {
-    total_kernel<<<dim3((unsigned)((count + 255) / 256), (unsigned)net->n_lane), 128, 0,
-                   net->gpu->stream>>>(partial, n_part, count, net->layout.n_param, grad + at);
-    KV_CUDA(cudaGetLastError());
-    return KV_OK;
+    return kv_net_launch(net->gpu, total_kernel,
+                         dim3((unsigned)((count + 255) / 256), (unsigned)net->n_lane), 128, 0,
+                         partial, n_part, count, net->layout.n_param, grad + at);
 }
 
 kv_status kv_fused_mlp_forward(kv_gpu_net *net, const float *param, float *rhat) {

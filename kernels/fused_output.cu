@@ -1,47 +1,54 @@
-// The memory's readout, chunk after chunk of a segment: scores; GRAD: gradients at num and at the queries, and e silu(h) summed for the
-// readout's gradient.
+// The memory's readout, chunk after chunk of a segment: scores, and all of the backward pass that does not need the gradient at the
+// score but is proportional to it: gradient at num (slope), at the queries, silu(h), each for a gradient of 1.
 #include "kernels/fused_memory.cuh"
 
 namespace {
 
 using namespace fused;
 
-struct forward_shared {
-    static constexpr int STAGES = 2;
+struct output_shared {
     struct {
-        alignas(1024) uint16_t q[TILE];
         alignas(1024) uint16_t k[TILE];
         alignas(1024) uint16_t v[TILE];
-    } tile[STAGES];
-    alignas(1024) uint16_t memory[D * D];
-    alignas(16) float back[CHUNK], carried[CHUNK];
+        alignas(1024) uint16_t memory[D * D]; // at the chunk's start
+    } chunk[2];                               // in turn
+    alignas(1024) uint16_t q[2][HALF];        // of each warpgroup
+    struct {
+        key_lines lines;
+        uint64_t full, empty, written, seen;
+    } turn[2];
     alignas(16) float readout[D];
-    uint64_t full[STAGES], empty[STAGES];
+    uint64_t q_full[2], q_empty[2];
 };
 
-// A thread's two rows.
-struct query_rows {
-    float ahead[2], floor[2], e[2], inverse[2];
-    int token[2];
-};
-
-template <bool GRAD>
-__device__ __forceinline__ query_rows load_queries(const memory_args &a, int lane, int in_lane) {
-    query_rows q;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int64_t row = (int64_t)lane * a.n_row + in_lane + 8 * r;
-        q.token[r] = a.read[in_lane + 8 * r];
-        q.ahead[r] = q.token[r] < 0 ? -INFINITY : fmaf(KV_LOG2E, (float)a.from[row].x, LOG2_SCALE);
-        q.floor[r] = a.factor[row].z;
-        q.e[r] = 0;
-        if (GRAD && q.token[r] >= 0) q.e[r] = a.e[(int64_t)lane * a.n_token + q.token[r]];
+__device__ __forceinline__ void feed(output_shared &s, const segment &g, const CUtensorMap *qm,
+                                     const CUtensorMap *km, const CUtensorMap *vm,
+                                     const memory_args &a) {
+    using namespace hopper;
+    ring<2> r;
+    for (int i = 0; i < g.count; i++, r.next()) {
+        const int chunk = g.chunk(i, false), row = g.lane * a.n_row + chunk * CHUNK;
+        for (int w = 0; w < 2; w++) {
+            barrier_wait(&s.q_empty[w], (i & 1) ^ 1);
+            barrier_expect(&s.q_full[w], HALF * 2);
+            load_tile(s.q[w], qm, row - a.delay + 64 * w, 0, &s.q_full[w]);
+        }
+        auto &to = s.chunk[r.slot];
+        auto &turn = s.turn[r.slot];
+        barrier_wait(&turn.empty, r.parity ^ 1);
+        barrier_expect(&turn.full, 2 * TILE * 2 + lines_bytes(turn.lines));
+        load_tile(to.k, km, row, 0, &turn.full);
+        load_tile(to.v, vm, row, 0, &turn.full);
+        load_lines(&turn.lines, a, g.lane, chunk, &turn.full);
     }
-    return q;
 }
 
-// Root-mean-square norm and score of the thread's rows.
-__device__ __forceinline__ void normalise(const float (&num)[64], query_rows *q) {
+// Of the thread's two rows, from num: the norm, the score, silu(h) into memory, and the gradient at num (maths.md 6.6) as operand and
+// into memory.
+__device__ __forceinline__ void read_out(const float (&num)[64], const memory_args &a, int lane,
+                                         int in_lane, const float *readout, const int (&token)[2],
+                                         const float (&floor)[2], uint32_t (&slope)[32]) {
+    float inverse[2], along[2] = {}, score[2] = {};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float size = 0;
@@ -49,230 +56,198 @@ __device__ __forceinline__ void normalise(const float (&num)[64], query_rows *q)
         for (int j = 0; j < 16; j++)
             size = fmaf(num[4 * j + 2 * r], num[4 * j + 2 * r],
                         fmaf(num[4 * j + 2 * r + 1], num[4 * j + 2 * r + 1], size));
-        q->inverse[r] =
-            rsqrtf(fmaf(kv_quad_sum(size), 1.0f / D, 1e-6f * q->floor[r] * q->floor[r]));
+        size = kv_quad_sum(size);
+        // A row that reads for no token has neither.
+        inverse[r] =
+            token[r] < 0 ? 0.0f : rsqrtf(fmaf(size, 1.0f / D, 1e-6f * floor[r] * floor[r]));
     }
-}
-__device__ __forceinline__ void write_scores(const float (&num)[64], const query_rows &q,
-                                             const float *readout, const memory_args &a, int lane) {
-    float sum[2] = {};
+    const uint32_t row = (uint32_t)(lane * a.n_row + in_lane);
+    const int any = __any_sync(~0u, token[0] >= 0 || token[1] >= 0);
 #pragma unroll
-    for (int j = 0; j < 16; j++) {
-        const float2 w = *reinterpret_cast<const float2 *>(readout + 8 * j);
+    for (int part = 0; part < 4; part++) {
+        uint32_t y[2][4] = {};
+        // Branches also keep ptxas from mixing the parts, for which registers would not do.
+        if (again(any)) {
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float half = 0.5f * q.inverse[r];
-            sum[r] = fmaf(silu_half(half * num[4 * j + 2 * r]), w.x, sum[r]);
-            sum[r] = fmaf(silu_half(half * num[4 * j + 2 * r + 1]), w.y, sum[r]);
-        }
-    }
+            for (int i = 0; i < 4; i++) {
+                const int j = 4 * part + i;
+                const float2 w = *reinterpret_cast<const float2 *>(readout + 8 * j);
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float score = kv_quad_sum(sum[r]);
-        if (threadIdx.x % 4 != 0 || q.token[r] < 0) continue;
-        float *to = &a.rhat[(int64_t)lane * a.n_token + q.token[r]];
-        *to = a.add ? *to + score : score;
-    }
-}
-
-// Gradient at num through silu and the norm as operand (maths.md 6.6); e silu(h) added up by column over the warp's rows, of which
-// thread (g, t) of 8 x 4 ends up with the columns 8 g + 2 t + {0, 1} of either half.
-__device__ __forceinline__ void at_num(const float (&num)[64], const query_rows &q,
-                                       const float *readout, uint32_t (&delta)[32],
-                                       float (&d_readout)[4]) {
-    float along[2] = {};
+                for (int r = 0; r < 2; r++) {
+                    float value[2], d[2];
 #pragma unroll
-    for (int part = 0; part < 2; part++) {
-        float column[16];
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int j = 8 * part + i;
-            const float2 w = *reinterpret_cast<const float2 *>(readout + 8 * j);
-            column[2 * i] = column[2 * i + 1] = 0;
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float slope[2];
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    const float h = num[4 * j + 2 * r + c] * q.inverse[r];
-                    float y, d;
-                    silu_half(0.5f * h, &y, &d);
-                    column[2 * i + c] = fmaf(q.e[r], y, column[2 * i + c]);
-                    slope[c] = (c ? w.y : w.x) * d;
-                    along[r] = fmaf(slope[c], h, along[r]);
+                    for (int c = 0; c < 2; c++) {
+                        const float h = num[4 * j + 2 * r + c] * inverse[r], by = c ? w.y : w.x;
+                        silu_half(0.5f * h, &value[c], &d[c]);
+                        score[r] = fmaf(value[c], by, score[r]);
+                        d[c] *= by;
+                        along[r] = fmaf(d[c], h, along[r]);
+                    }
+                    y[r][i] = pair(value[0], value[1]);
+                    slope[2 * j + r] = pair(d[0], d[1]);
                 }
-                delta[2 * j + r] = pair(slope[0], slope[1]);
             }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) slope[8 * part + i] = 0;
         }
 #pragma unroll
-        for (int half = 8; half >= 2; half /= 2) {
-            const bool high = threadIdx.x & (2 * half);
-#pragma unroll
-            for (int i = 0; i < half; i++) {
-                const float sent = high ? column[i] : column[i + half],
-                            kept = high ? column[i + half] : column[i];
-                column[i] = kept + __shfl_xor_sync(~0u, sent, 2 * half);
-            }
-        }
-        d_readout[2 * part] += column[0];
-        d_readout[2 * part + 1] += column[1];
+        for (int r = 0; r < 2; r++) store_quad(y[r], a.head + (row + 8 * r) * D + 32 * part);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        // e / divisor (slope - mean(slope h) h), h = num / divisor
-        const float by = q.e[r] * q.inverse[r],
-                    mean = kv_quad_sum(along[r]) * (1.0f / D) * q.inverse[r] * by;
+        const float sum = kv_quad_sum(score[r]);
+        if ((int)threadIdx.x % 4 != 0 || token[r] < 0) continue;
+        float *to = &a.rhat[(int64_t)lane * a.n_token + token[r]];
+        *to = a.add ? *to + sum : sum;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        // (slope - mean(slope h) h) / divisor, h = num / divisor
+        const float total = kv_quad_sum(along[r]), by = inverse[r],
+                    mean = total * (1.0f / D) * by * by;
+        // q~.dq~ = num.slope, as num is linear in q~. With the slope as it was rounded: what rounding adds here and in k~.dk~ cancels in
+        // the sums that the gates get.
+        float product = 0;
 #pragma unroll
         for (int j = 0; j < 16; j++) {
-            const float2 g =
-                __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(&delta[2 * j + r]));
-            delta[2 * j + r] = pair(fmaf(by, g.x, -mean * num[4 * j + 2 * r]),
-                                    fmaf(by, g.y, -mean * num[4 * j + 2 * r + 1]));
+            const float2 x = wide_pair(slope[2 * j + r]);
+            const float n0 = num[4 * j + 2 * r], n1 = num[4 * j + 2 * r + 1];
+            slope[2 * j + r] = pair(fmaf(by, x.x, -mean * n0), fmaf(by, x.y, -mean * n1));
+            const float2 used = wide_pair(slope[2 * j + r]);
+            product = fmaf(used.x, n0, fmaf(used.y, n1, product));
         }
+        product = kv_quad_sum(product);
+#pragma unroll
+        for (int j = 0; j < 16; j += 4) {
+            const uint32_t word[4] = {slope[2 * j + r], slope[2 * j + 2 + r], slope[2 * j + 4 + r],
+                                      slope[2 * j + 6 + r]};
+            store_quad(word, a.slope + (row + 8 * r) * D + 8 * j);
+        }
+        if (threadIdx.x % 4 == 0) a.along[row + 8 * r] = product;
     }
-    hopper::pin(delta);
+    hopper::pin(slope);
 }
 
-template <bool GRAD>
-__global__ __launch_bounds__(THREADS, 1) void forward_kernel(const __grid_constant__ CUtensorMap qm,
-                                                             const __grid_constant__ CUtensorMap km,
-                                                             const __grid_constant__ CUtensorMap vm,
-                                                             const memory_args a) {
+// What the thread's two rows read of the memory at the chunk's start.
+__device__ __forceinline__ void load_carried(const memory_args &a, const segment &g, int chunk,
+                                             int line, float start, float (&carried)[2]) {
+    const kv_chunk_lines &lines = lines_of(a, g, chunk);
+#pragma unroll
+    for (int r = 0; r < 2; r++) carried[r] = kv_exp2(lines.ahead[line + 8 * r] + start);
+}
+
+__global__ __launch_bounds__(THREADS, 1) void output_kernel(const __grid_constant__ CUtensorMap qm,
+                                                            const __grid_constant__ CUtensorMap km,
+                                                            const __grid_constant__ CUtensorMap vm,
+                                                            const memory_args a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     extern __shared__ __align__(1024) char raw[];
-    forward_shared &s = *reinterpret_cast<forward_shared *>(raw);
-    constexpr int STAGES = forward_shared::STAGES;
+    output_shared &s = *reinterpret_cast<output_shared *>(raw);
     const int team = uniform(threadIdx.x / 128);
     const segment g(a);
-    if (threadIdx.x < D) s.readout[threadIdx.x] = a.readout[g.lane * a.n_param + threadIdx.x];
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], 8);
+        for (int i = 0; i < 2; i++) {
+            barrier_init(&s.turn[i].full, 1), barrier_init(&s.turn[i].empty, 8);
+            barrier_init(&s.turn[i].written, 8), barrier_init(&s.turn[i].seen, 8);
+            barrier_init(&s.q_full[i], 1), barrier_init(&s.q_empty[i], 4);
+        }
         barrier_init_fence();
     }
+    kv_follow();
+    if (threadIdx.x < D) s.readout[threadIdx.x] = a.readout[g.lane * a.n_param + threadIdx.x];
     __syncthreads();
-    ring<STAGES> ring;
     if (team == 2) {
-        registers_shrink<40>();
-        if (threadIdx.x != 256) return;
-        for (int i = 0; i < g.count; i++, ring.next()) {
-            const int row = g.lane * a.n_row + g.chunk(i, false) * CHUNK;
-            uint64_t *full = &s.full[ring.slot];
-            barrier_wait(&s.empty[ring.slot], ring.parity ^ 1);
-            barrier_expect(full, 3 * TILE * 2);
-            load_tile(s.tile[ring.slot].q, &qm, row - a.delay, 0, full);
-            load_tile(s.tile[ring.slot].k, &km, row, 0, full);
-            load_tile(s.tile[ring.slot].v, &vm, row, 0, full);
-        }
+        registers_shrink<24>();
+        if (threadIdx.x == 256) feed(s, g, &qm, &km, &vm, a);
         return;
     }
-    registers_grow<232>();
-    const int own = (int)threadIdx.x % 32,
-              line = (int)threadIdx.x / 32 * 16 + own / 4; // row of the chunk
-    float memory[64], d_readout[4] = {};
+    registers_grow<240>();
+    const int line = (int)(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4);
+    float memory[64];
     load_memory(memory, a.segment + g.index() * (D * D));
-    for (int i = 0; i < g.count; i++, ring.next()) {
-        const int chunk = g.chunk(i, false);
-        const int64_t row = (int64_t)g.lane * a.n_row + chunk * CHUNK;
-        auto &t = s.tile[ring.slot];
-        query_rows q = load_queries<GRAD>(a, g.lane, chunk * CHUNK + line);
-        const bool edge = a.edge[chunk] & 1;
-        const float fade = edge ? 0.0f : a.fade[(int64_t)g.lane * a.n_chunk + chunk];
-        if (threadIdx.x < CHUNK) {
-            s.back[threadIdx.x] = KV_LOG2E * (float)a.from[row + threadIdx.x].y;
-            s.carried[threadIdx.x] = a.factor[row + threadIdx.x].y;
-        }
-        fade_memory(memory, edge ? 0.0f : 1.0f);
-        snapshot(memory, s.memory);
-        meet_writes();
-        barrier_wait(&s.full[ring.slot], ring.parity);
+    snapshot(memory, s.chunk[0].memory);
+    publish(&s.turn[0].written);
+    for (int i = 0; i < g.count; i++) {
+        const int chunk = g.chunk(i, false), slot = i & 1;
+        auto &now = s.chunk[slot];
+        auto &turn = s.turn[slot];
         uint32_t weight[32];
         float num[64];
         {
-            float x[64];
-            tile_rows<0>(x, t.q, t.k, team);
-            finish(x);
-            weigh<true>(x, q.ahead, s.back, line, weight);
-        }
-        tile_rows<1>(num, t.q, s.memory, team);
-        finish(num);
-        times_rows(num, s.carried[line], s.carried[line + 8]);
-        operand_rows<1>(num, weight, t.v, true);
-        finish(num);
-        normalise(num, &q);
-        const float *readout = s.readout + 2 * (own % 4);
-        float dq[64];
-        if constexpr (GRAD) {
-            uint32_t delta[32];
-            at_num(num, q, readout, delta, d_readout);
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-#pragma unroll
-                for (int j = 0; j < 16; j += 4) {
-                    const uint32_t word[4] = {delta[2 * j + r], delta[2 * j + 2 + r],
-                                              delta[2 * j + 4 + r], delta[2 * j + 6 + r]};
-                    store_quad(word, a.delta + (row + line + 8 * r) * D + 8 * j);
+            barrier_wait(&s.q_full[team], i & 1);
+            barrier_wait(&turn.full, i >> 1 & 1);
+            {
+                float x[64];
+                {
+                    uint32_t update[32], q[32];
+                    load_operand(s.q[team], q);
+                    load_update(now.k, turn.lines, update);
+                    times_all(memory, turn.lines.fade);
+                    multiply<1>(memory, update, now.v, true);
+                    multiply<0>(x, q, now.k, false);
+                    mma_wait<1>();
+                    pin(memory);
                 }
-            float x[64];
-            operand_rows<0>(x, delta, t.v, false);
-            finish(x);
-            weigh<true>(x, q.ahead, s.back, line, weight);
-            operand_rows<0>(dq, delta, s.memory, false);
-            finish(dq);
-            times_rows(dq, s.carried[line], s.carried[line + 8]);
-            operand_rows<1>(dq, weight, t.k, true);
-            finish(dq);
-        }
-        float by[4];
-        row_factors<false>(a, row, by);
-        meet(); // nobody needs plain keys any more
-        scale_rows(t.k, by);
-        fade_memory(memory, fade);
-        meet_writes();
-        add_product(memory, t.k, t.v, team);
-        if constexpr (GRAD) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float along = dot_row(dq, r, t.q, line + 8 * r);
-                if (own % 4 == 0) a.difference[row + line + 8 * r] = (double)along;
+                // The next chunk's memory, while this chunk's is in use.
+                if (turn.lines.closes) times_all(memory, 0);
+                if (i + 1 < g.count) {
+                    if (i > 0) barrier_wait(&s.turn[slot ^ 1].seen, (i - 1) >> 1 & 1);
+                    snapshot(memory, s.chunk[slot ^ 1].memory);
+                    publish(&s.turn[slot ^ 1].written);
+                }
+                const kv_chunk_lines &lines = lines_of(a, g, chunk);
+                const float ahead[2] = {lines.ahead[line], lines.ahead[line + 8]};
+                finish(x);
+                weigh<true>(x, ahead, turn.lines.back, nullptr, line, weight);
             }
-            store_rows(dq, true, true, a.d_project + (row + line - a.delay) * NP, NP);
-        } else {
-            write_scores(num, q, readout, a, g.lane);
+            barrier_wait(&turn.written, i >> 1 & 1);
+            uint32_t q[32]; // again: registers are few
+            load_operand(s.q[team], q);
+            multiply<1>(num, q, now.memory, false);
+            leave(&s.q_empty[team]); // behind the products, which wait for the operand
+            float carried[2];
+            load_carried(a, g, chunk, line, turn.lines.start, carried);
+            finish(num);
+            times_rows(num, carried[0], carried[1]);
         }
-        finish(memory);
-        if (own == 0) barrier_arrive(&s.empty[ring.slot]);
-    }
-    if constexpr (GRAD) {
-        // Sums of the eight warps, in the place of the memory's tile.
-        float *sum = reinterpret_cast<float *>(s.memory);
-        const int thread = again((int)threadIdx.x);
-        meet();
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            sum[thread / 32 * D + i / 2 * 64 + thread % 32 * 2 + i % 2] = d_readout[i];
-        meet();
-        if (threadIdx.x < D) {
-            float total = 0;
-            for (int w = 0; w < 8; w++) total += sum[w * D + threadIdx.x];
-            a.partial[g.index() * D + threadIdx.x] = total;
+        multiply<1>(num, weight, now.v, true);
+        const int in_lane = again(chunk) * CHUNK + again(line);
+        const int token[2] = {a.read[in_lane], a.read[in_lane + 8]};
+        const kv_chunk_lines &lines = lines_of(a, g, chunk);
+        const float floor[2] = {lines.floor[line], lines.floor[line + 8]};
+        finish(num);
+        uint32_t slope[32];
+        read_out(num, a, g.lane, in_lane, s.readout + threadIdx.x % 4 * 2, token, floor, slope);
+        {
+            float x[64];
+            multiply<0>(x, slope, now.v, false);
+            const kv_chunk_lines &again_lines = lines_of(a, g, chunk);
+            const float ahead[2] = {again_lines.ahead[line], again_lines.ahead[line + 8]};
+            finish(x);
+            weigh<true>(x, ahead, turn.lines.back, nullptr, line, weight);
         }
+        float dq[64];
+        multiply<0>(dq, slope, now.memory, false);
+        float carried[2];
+        load_carried(a, g, chunk, line, turn.lines.start, carried);
+        finish(dq);
+        leave(&turn.seen);
+        times_rows(dq, carried[0], carried[1]);
+        multiply<1>(dq, weight, now.k, true);
+        finish(dq);
+        leave(&turn.empty);
+        store_rows(dq, true, true, a.d_project + (row_of(a, g, chunk, again(line)) - a.delay) * NP,
+                   NP);
     }
 #endif
 }
 
-template <bool GRAD>
-kv_status launch(kv_gpu *g, dim3 grid, const CUtensorMap &q, const CUtensorMap &k,
-                 const CUtensorMap &v, const memory_args &a) {
-    KV_RETURN(kv_allow_shared(g, forward_kernel<GRAD>, sizeof(forward_shared)));
-    forward_kernel<GRAD><<<grid, THREADS, sizeof(forward_shared), g->stream>>>(q, k, v, a);
-    KV_CUDA(cudaGetLastError());
-    return KV_OK;
-}
-
 } // namespace
 
-kv_status fused::launch_output(kv_gpu *g, dim3 grid, bool grad, const CUtensorMap &q,
+kv_status fused::launch_output(const kv_gpu *g, dim3 grid, const CUtensorMap &q_half,
                                const CUtensorMap &k, const CUtensorMap &v, const memory_args &a) {
-    return (grad ? launch<true> : launch<false>)(g, grid, q, k, v, a);
+    KV_RETURN(kv_allow_shared(g, output_kernel, sizeof(output_shared)));
+    return kv_net_launch(g, output_kernel, grid, THREADS, sizeof(output_shared), q_half, k, v, a);
 }

@@ -6,133 +6,179 @@ namespace {
 using namespace fused;
 
 struct reverse_shared {
-    static constexpr int SLOTS = 6;
-    alignas(1024) uint16_t tile[SLOTS][TILE]; // v, k, q, delta of a chunk, one after the other
-    alignas(1024) uint16_t memory[D * D];
-    alignas(16) float ahead[CHUNK];
-    uint64_t full[SLOTS], empty[SLOTS];
+    alignas(1024) uint16_t q[2][TILE];
+    alignas(1024) uint16_t slope[2][TILE];
+    alignas(1024) uint16_t own[2][HALF];     // of each warpgroup: values, then keys of its rows
+    alignas(1024) uint16_t memory[2][D * D]; // its gradient at the end of chunks in turn
+    query_lines lines[2];
+    uint64_t full[2], empty[2], own_full[2], own_empty[2], written[2], seen[2];
 };
 
+__device__ __forceinline__ void feed(reverse_shared &s, const segment &g, const CUtensorMap *qm,
+                                     const CUtensorMap *sm, const CUtensorMap *km,
+                                     const CUtensorMap *vm, const memory_args &a) {
+    using namespace hopper;
+    const auto load_own = [&](int i, int row, const CUtensorMap *map) {
+        for (int w = 0; w < 2; w++) {
+            barrier_wait(&s.own_empty[w], (i & 1) ^ 1);
+            barrier_expect(&s.own_full[w], HALF * 2);
+            load_tile(s.own[w], map, row + 64 * w, 0, &s.own_full[w]);
+        }
+    };
+    ring<2> r;
+    for (int i = 0; i < g.count; i++, r.next()) {
+        const int chunk = g.chunk(i, true), row = g.lane * a.n_row + chunk * CHUNK;
+        barrier_wait(&s.empty[r.slot], r.parity ^ 1);
+        barrier_expect(&s.full[r.slot], 2 * TILE * 2 + lines_bytes(s.lines[0]));
+        load_tile(s.q[r.slot], qm, row - a.delay, 0, &s.full[r.slot]);
+        load_tile(s.slope[r.slot], sm, row, 0, &s.full[r.slot]);
+        load_lines(&s.lines[r.slot], a, g.lane, chunk, &s.full[r.slot]);
+        load_own(2 * i, row, vm);
+        load_own(2 * i + 1, row, km);
+    }
+}
+
+// x . y of the thread's two rows, y: rows of the warpgroup, tile [64][D].
+__device__ __forceinline__ void dot_rows(const float (&x)[64], const uint16_t *y, float (&sum)[2]) {
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        uint32_t part[4];
+        load_operand(y, k, part);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 b = wide_pair(part[i]);
+            const int at = 8 * k + i / 2 * 4 + i % 2 * 2;
+            sum[i % 2] = fmaf(x[at], b.x, fmaf(x[at + 1], b.y, sum[i % 2]));
+        }
+    }
+    sum[0] = kv_quad_sum(sum[0]);
+    sum[1] = kv_quad_sum(sum[1]);
+}
+
 __global__ __launch_bounds__(THREADS, 1) void reverse_kernel(const __grid_constant__ CUtensorMap qm,
+                                                             const __grid_constant__ CUtensorMap sm,
                                                              const __grid_constant__ CUtensorMap km,
                                                              const __grid_constant__ CUtensorMap vm,
-                                                             const __grid_constant__ CUtensorMap dm,
                                                              const memory_args a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     extern __shared__ __align__(1024) char raw[];
     reverse_shared &s = *reinterpret_cast<reverse_shared *>(raw);
-    constexpr int SLOTS = reverse_shared::SLOTS;
     const int team = uniform(threadIdx.x / 128);
     const segment g(a);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < SLOTS; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], 8);
+        for (int i = 0; i < 2; i++) {
+            barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], 8);
+            barrier_init(&s.own_full[i], 1), barrier_init(&s.own_empty[i], 4);
+            barrier_init(&s.written[i], 8), barrier_init(&s.seen[i], 8);
+        }
         barrier_init_fence();
     }
     __syncthreads();
-    ring<SLOTS> r;
+    kv_follow();
     if (team == 2) {
         registers_shrink<40>();
-        if (threadIdx.x != 256) return;
-        for (int i = 0; i < 4 * g.count; i++, r.next()) {
-            const int row = g.lane * a.n_row + g.chunk(i / 4, true) * CHUNK;
-            barrier_wait(&s.empty[r.slot], r.parity ^ 1);
-            barrier_expect(&s.full[r.slot], TILE * 2);
-            const CUtensorMap *map = i % 4 == 0 ? &vm : i % 4 == 1 ? &km : i % 4 == 2 ? &qm : &dm;
-            load_tile(s.tile[r.slot], map, row - (i % 4 == 2 ? a.delay : 0), 0, &s.full[r.slot]);
-        }
+        if (threadIdx.x == 256) feed(s, g, &qm, &sm, &km, &vm, a);
         return;
     }
     registers_grow<232>();
-    const int own = (int)threadIdx.x % 32, line = (int)threadIdx.x / 32 * 16 + own / 4;
+    const int line = (int)(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4);
     float memory[64];
     load_memory(memory, a.segment + g.index() * (D * D));
-    const auto take = [&]() {
-        const uint32_t slot = r.slot;
-        barrier_wait(&s.full[slot], r.parity);
-        r.next();
-        return slot;
-    };
-    const auto leave = [&](uint32_t slot) {
-        if (own == 0) barrier_arrive(&s.empty[slot]);
-    };
+    snapshot(memory, s.memory[0]);
+    publish(&s.written[0]);
     for (int i = 0; i < g.count; i++) {
-        const int chunk = g.chunk(i, true);
-        const int64_t row = (int64_t)g.lane * a.n_row + chunk * CHUNK;
-        const bool edge = a.edge[chunk] & 2;
-        const float fade = edge ? 0.0f : a.fade[(int64_t)g.lane * a.n_chunk + chunk];
-        float back[2], fresh[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            back[h] = KV_LOG2E * (float)a.from[row + line + 8 * h].y;
-            fresh[h] = a.factor[row + line + 8 * h].x;
-        }
-        if (threadIdx.x < CHUNK)
-            s.ahead[threadIdx.x] =
-                a.read[chunk * CHUNK + threadIdx.x] < 0
-                    ? -INFINITY
-                    : fmaf(KV_LOG2E, (float)a.from[row + threadIdx.x].x, LOG2_SCALE);
-        fade_memory(memory, edge ? 0.0f : 1.0f);
-        snapshot(memory, s.memory);
-        meet_writes();
-        const uint32_t v_slot = take(), k_slot = take(), q_slot = take(), d_slot = take();
-        uint16_t *v = s.tile[v_slot], *k = s.tile[k_slot], *q = s.tile[q_slot], *d = s.tile[d_slot];
+        const int chunk = g.chunk(i, true), slot = i & 1;
+        const query_lines &at = s.lines[slot];
         uint32_t weight[32];
         {
-            float x[64], dk[64];
-            tile_rows<0>(x, v, d, team);
-            finish(x);
-            weigh<false>(x, back, s.ahead, line, weight);
-            tile_rows<0>(dk, v, s.memory, team);
-            finish(dk);
-            leave(v_slot);
-            times_rows(dk, fresh[0], fresh[1]);
-            operand_rows<1>(dk, weight, q, true);
-            finish(dk);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const float along = dot_row(dk, h, k, line + 8 * h);
-                const int64_t at = row + line + 8 * h;
-                if (own % 4 != 0) continue;
-                a.difference[at] -= (double)along;
-                a.d_gate[at].x = along;
+            float dk[64];
+            barrier_wait(&s.full[slot], i >> 1 & 1);
+            {
+                float x[64];
+                {
+                    uint32_t update[32], v[32];
+                    barrier_wait(&s.own_full[team], 0);
+                    load_operand(s.own[team], v);
+                    load_update(s.q[slot], at, update);
+                    times_all(memory, at.fade);
+                    multiply<1>(memory, update, s.slope[slot], true);
+                    multiply<0>(x, v, s.slope[slot], false);
+                    mma_wait<1>();
+                    pin(memory);
+                }
+                // The gradient at the next chunk's end, while this chunk's is in use.
+                if (at.opens) times_all(memory, 0);
+                if (i + 1 < g.count) {
+                    if (i > 0) barrier_wait(&s.seen[slot ^ 1], (i - 1) >> 1 & 1);
+                    snapshot(memory, s.memory[slot ^ 1]);
+                    publish(&s.written[slot ^ 1]);
+                }
+                const kv_chunk_lines &lines = lines_of(a, g, chunk);
+                const float back[2] = {lines.back[line], lines.back[line + 8]};
+                finish(x);
+                weigh<false>(x, back, at.ahead, at.up, line, weight);
             }
-            store_rows(dk, true, true, a.d_project + (row + line) * NP + D, NP);
-        }
-        {
-            float x[64], dv[64];
-            tile_rows<0>(x, k, q, team);
-            finish(x);
-            weigh<false>(x, back, s.ahead, line, weight);
-            tile_rows<1>(dv, k, s.memory, team);
+            barrier_wait(&s.written[slot], i >> 1 & 1);
+            uint32_t v[32]; // again: registers are few
+            load_operand(s.own[team], v);
+            multiply<0>(dk, v, s.memory[slot], false);
+            leave(&s.own_empty[team]); // behind the products, which wait for the operand
+            const kv_chunk_lines &lines = lines_of(a, g, chunk);
+            const float fresh[2] = {lines.fresh[line], lines.fresh[line + 8]};
+            finish(dk);
+            times_rows(dk, fresh[0], fresh[1]);
+            multiply<1>(dk, weight, s.q[slot], true);
+            finish(dk);
+            barrier_wait(&s.own_full[team], 1);
+            float along[2];
+            dot_rows(dk, s.own[team], along);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int64_t to = row_of(a, g, chunk, line) + 8 * r;
+                if (threadIdx.x % 4 != 0) continue;
+                a.difference[to] = (double)(a.up[to] * a.along[to]) - (double)along[r];
+                a.d_gate[to].x = along[r];
+            }
+            store_rows(dk, true, true, a.d_project + row_of(a, g, chunk, line) * NP + D, NP);
+            {
+                // Long since full; but without a branch here ptxas loads the operand while dk still has its registers.
+                barrier_wait(&s.own_full[team], 1);
+                float x[64];
+                uint32_t k[32];
+                load_operand(s.own[team], k);
+                multiply<0>(x, k, s.q[slot], false);
+                const kv_chunk_lines &lines = lines_of(a, g, chunk);
+                const float back[2] = {lines.back[line], lines.back[line + 8]};
+                finish(x);
+                weigh<false>(x, back, at.ahead, at.up, line, weight);
+            }
+            float dv[64];
+            uint32_t k[32];
+            load_operand(s.own[team], k);
+            multiply<1>(dv, k, s.memory[slot], false);
+            leave(&s.own_empty[team]);
+            const kv_chunk_lines &again_lines = lines_of(a, g, chunk);
+            const float still[2] = {again_lines.fresh[line], again_lines.fresh[line + 8]};
             finish(dv);
-            leave(k_slot);
-            times_rows(dv, fresh[0], fresh[1]);
-            operand_rows<1>(dv, weight, d, true);
+            leave(&s.seen[slot]);
+            times_rows(dv, still[0], still[1]);
+            multiply<1>(dv, weight, s.slope[slot], true);
             finish(dv);
-            store_rows(dv, true, true, a.d_project + (row + line) * NP + 2 * D, NP);
+            leave(&s.empty[slot]);
+            store_rows(dv, true, true, a.d_project + row_of(a, g, chunk, line) * NP + 2 * D, NP);
         }
-        float by[4];
-        row_factors<true>(a, row, by);
-        meet(); // nobody needs plain gradients any more
-        scale_rows(d, by);
-        fade_memory(memory, fade);
-        meet_writes();
-        add_product(memory, q, d, team);
-        finish(memory);
-        leave(q_slot);
-        leave(d_slot);
     }
 #endif
 }
 
 } // namespace
 
-kv_status fused::launch_reverse(kv_gpu *g, dim3 grid, const CUtensorMap &q, const CUtensorMap &k,
-                                const CUtensorMap &v, const CUtensorMap &delta,
-                                const memory_args &a) {
+kv_status fused::launch_reverse(const kv_gpu *g, dim3 grid, const CUtensorMap &q,
+                                const CUtensorMap &slope, const CUtensorMap &k_half,
+                                const CUtensorMap &v_half, const memory_args &a) {
     KV_RETURN(kv_allow_shared(g, reverse_kernel, sizeof(reverse_shared)));
-    reverse_kernel<<<grid, THREADS, sizeof(reverse_shared), g->stream>>>(q, k, v, delta, a);
-    KV_CUDA(cudaGetLastError());
-    return KV_OK;
+    return kv_net_launch(g, reverse_kernel, grid, THREADS, sizeof(reverse_shared), q, slope, k_half,
+                         v_half, a);
 }

@@ -20,6 +20,7 @@ struct pack_args {
 };
 
 template <class T> __global__ void pack_kernel(pack_args a, T *out) {
+    kv_follow();
     const float *from = a.param + blockIdx.y * a.n_param;
     out += blockIdx.y * a.n_packed;
     for (int p = 0; p < KV_NET_PARTS; p++)
@@ -40,10 +41,8 @@ template <class T> kv_status pack(kv_gpu_net *net, const float *param) {
         a.size[p] = net->layout.part[p].rows * (cols ? cols : 1);
     }
     KV_RETURN(net->reserve(NET_PARAM, (size_t)net->n_lane * (size_t)net->n_packed * sizeof(T)));
-    pack_kernel<<<dim3(128, (unsigned)net->n_lane), 256, 0, net->gpu->stream>>>(
-        a, net->at<T>(NET_PARAM));
-    KV_CUDA(cudaGetLastError());
-    return KV_OK;
+    return kv_net_launch(net->gpu, pack_kernel<T>, dim3(128, (unsigned)net->n_lane), 256, 0, a,
+                         net->at<T>(NET_PARAM));
 }
 
 template <class T> kv_status forward(kv_gpu_net *net, const float *param, float *rhat) {

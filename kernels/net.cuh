@@ -52,12 +52,29 @@ enum kv_net_array { // device arrays of a network
     NET_D_SEGMENT, // float, same shape: its gradient at the segment's end
     NET_SPAN,      // float [lane][segment] what a segment leaves of the memory
     NET_PARTIAL,   // float, column sums of parts of the rows
+    // fused memory (fused_memory.cuh)
+    NET_LINES, // kv_chunk_lines [lane][chunk]
+    NET_SLOPE, // T [lane][row][n_value] gradient at num for e = 1
+    NET_HEAD,  // T [lane][row][n_value] silu(h)
+    NET_ALONG, // float [lane][row] q~.dq~ for e = 1
+    NET_UP,    // float [lane][row] e of the token that the row reads for, 0: none
     NET_ARRAYS
 };
 
 struct __align__(
     16) kv_gate { // i and log sigmoid(f) of a row, and their derivatives by the pre-activations
     double in, keep, d_in, d_keep;
+};
+
+// What the fused memory reads of a chunk's rows, as floats: log scales in base 2. The decay between a query and a key of the chunk is
+// exp2(ahead + back); of the memory at the chunk's start a query reads exp2(ahead + start).
+struct __align__(16) kv_chunk_lines {
+    float ahead[KV_CHUNK]; // of a query: b - mu, and the scale n_key^-1/2; -inf: reads for no token
+    float fade, start; // what the chunk leaves of the memory; the memory's log scale at its start
+    int32_t opens, closes; // the chunk begins, ends a document
+    float back[KV_CHUNK];  // of a key: i - b
+    float fresh[KV_CHUNK]; // what a key's row adds to the memory at the chunk's end
+    float floor[KV_CHUNK]; // exp(-mu)
 };
 
 struct kv_gpu_net {
@@ -105,13 +122,40 @@ template <class T>
 kv_status kv_net_tokens_backward(kv_gpu_net *net, const float *param, const float *e, float *grad);
 // Gates from their pre-activations, log scales of the memory, factors of the rows; and the gradients of the gates from NET_DIFFERENCE
 // and k~.dk~ in NET_D_GATE (net_levels.cu).
-kv_status kv_net_levels(kv_gpu_net *net, const float *param);
+// lines: NET_LINES instead of NET_FROM and NET_SCALE; zero: scores of tokens to be set to 0 with them, or null.
+kv_status kv_net_levels(kv_gpu_net *net, const float *param, bool lines, float *zero);
 kv_status kv_net_gate_gradients(kv_gpu_net *net);
 // The memory (net_memory.cu): rhat += a . silu(h), or =.
 template <class T>
 kv_status kv_net_memory_forward(kv_gpu_net *net, const float *param, float *rhat);
 template <class T>
 kv_status kv_net_memory_backward(kv_gpu_net *net, const float *param, const float *e, float *grad);
+
+// Kernels of a pass follow each other on the stream, and each waits inside for the one before (kv_follow): on Hopper the next one is
+// brought to the multiprocessors while the last blocks of the one before still work.
+template <class... P, class... A>
+kv_status kv_net_launch(const kv_gpu *g, void (*kernel)(P...), dim3 grid, int threads,
+                        size_t shared, A... arguments) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = grid;
+    c.blockDim = dim3((unsigned)threads);
+    c.dynamicSmemBytes = shared;
+    c.stream = g->stream;
+    c.attrs = &early;
+    c.numAttrs = g->hopper ? 1 : 0;
+    KV_CUDA(cudaLaunchKernelEx(&c, kernel, static_cast<P>(arguments)...));
+    return KV_OK;
+}
+// Lets the next kernel of the stream come, and waits until all memory of the one before is written. First in every kernel that
+// kv_net_launch starts, before anything is read from or written to device memory that another kernel touches.
+__device__ __forceinline__ void kv_follow() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 template <class T> __device__ __forceinline__ float kv_wide(T x) { return (float)x; }
 template <class T> __device__ __forceinline__ T kv_slim(float x) { return (T)x; }

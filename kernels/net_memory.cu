@@ -289,7 +289,7 @@ template <class T> struct memory {
 
     kv_status forward(const float *param, float *rhat) const {
         const size_t chunks = (size_t)net->n_lane * (size_t)net->n_chunk;
-        KV_RETURN(kv_net_levels(net, param));
+        KV_RETURN(kv_net_levels(net, param, false, nullptr));
         KV_RETURN(scale(NET_SCALED, nk, nk, false));
         KV_RETURN(scale(NET_QUERY, 0, nk, true));
         KV_RETURN(net->reserve(NET_UPDATE, chunks * (size_t)(nk * na) * 4));
