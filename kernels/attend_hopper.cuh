@@ -57,7 +57,7 @@ __global__ __launch_bounds__(384, 1) void attend_hopper(const __grid_constant__ 
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&s.k_full[i], 128); // each gathering thread
             barrier_init(&s.v_full[i], 128);
-            barrier_init(&s.k_empty[i], 8);
+            barrier_init(&s.k_empty[i], 256); // each consumer: all read limits, not only products
             barrier_init(&s.v_empty[i], 8);
         }
         barrier_init_fence();
@@ -214,8 +214,12 @@ __global__ __launch_bounds__(384, 1) void attend_hopper(const __grid_constant__ 
                     mma_wait<1>();
                     pin(x);
                     weights(1, o1, zone, slot);
-                    __syncwarp();
-                    if (lane == 0) barrier_arrive(&s.k_empty[slot]);
+                    if constexpr (EXACT)
+                        pin(x);
+                    else
+                        pin(p[1]);
+                    // Limits have been used.
+                    barrier_arrive(&s.k_empty[slot]);
                     mma_wait<0>();
                     pin(o0);
                     settle(1, o1);
@@ -248,11 +252,8 @@ __global__ __launch_bounds__(384, 1) void attend_hopper(const __grid_constant__ 
                         mma_wait<0>();
                         pin(o0);
                     }
-                    __syncwarp();
-                    if (lane == 0) {
-                        barrier_arrive(&s.k_empty[kr.slot]);
-                        barrier_arrive(&s.v_empty[kr.slot]);
-                    }
+                    barrier_arrive(&s.k_empty[kr.slot]);
+                    if (lane == 0) barrier_arrive(&s.v_empty[kr.slot]);
                 }
             }
             if (lane == 0) barrier_arrive(&s.q_empty[qr.slot]);
