@@ -158,8 +158,8 @@ void choose(const kv_gpu_span *s, int n_set, loop_args *best) {
     double least = INFINITY;
     loop_args a = *best;
     // The portable path of a Hopper GPU does what older ones do.
-    const int most = g->cc_major > 9 || g->hopper ? 8 : 1;
-    for (int n_block = 1; n_block <= most; n_block++)
+    const int most = g->cc_major > 9 || g->hopper ? 8 : 1, fixed = std::min(g->loop_blocks, most);
+    for (int n_block = std::max(fixed, 1); n_block <= (fixed ? fixed : most); n_block++)
         for (int batch = 1; batch <= BATCH; batch++) {
             arrange(s, n_block, batch, &a);
             if (shared_bytes(a) > g->shared_limit) break;

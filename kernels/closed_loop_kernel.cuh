@@ -91,6 +91,7 @@ template <class T, int D, bool FAR> struct loop : slots<T, D, FAR> {
             set_total(at / b.n * a.batch + at % b.n, sum);
         }
         __syncthreads();
+        if (a.n_block > 1 && warp == 0) cluster::release(); // the values: `leave` reads them
     }
 
     __device__ void set_total(int i, double sum) const { total()[i] = {sum, 1.0f / (float)sum}; }

@@ -47,6 +47,14 @@ __device__ __forceinline__ float read(const float *p, int block) {
 #endif
 }
 
+// What the threads of this warp know to be written is written for the blocks that receive what they publish from here on. The
+// completion of st.async releases its own bytes only.
+__device__ __forceinline__ void release() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.acq_rel.cluster;" ::: "memory");
+#endif
+}
+
 // All threads of a block hold the same copy.
 struct exchange {
     uint64_t *barriers; // [2], shared memory

@@ -109,6 +109,8 @@ kv_status kv_gpu_use_hopper(kv_gpu *g, bool hopper) {
     return KV_OK;
 }
 
+void kv_gpu_use_loop_blocks(kv_gpu *g, int32_t n) { g->loop_blocks = n; }
+
 kv_status kv_gpu_sync(kv_gpu *g) { return stream_wait(g); }
 
 kv_status kv_gpu_new(kv_gpu *g, size_t bytes, kv_gpu_buffer **out) {

@@ -15,6 +15,7 @@ struct kv_gpu {
     int device, sm_count, cc_major, cc_minor;
     size_t shared_limit; // bytes of shared memory one block may ask for
     bool hopper, guard;
+    int loop_blocks; // kv_gpu_use_loop_blocks
     cudaStream_t stream;
     cudaEvent_t tick[KV_TICKS];
 };

@@ -52,6 +52,9 @@ void kv_gpu_close(kv_gpu *g); /* NULL is legal */
 void kv_gpu_describe(kv_gpu *g, kv_gpu_info *out);
 /* Chooses between wgmma and mma.sync kernels from here on; KV_E_UNAVAILABLE where the device has no wgmma. */
 kv_status kv_gpu_use_hopper(kv_gpu *g, bool hopper);
+/* The closed loop shares each set of decisions among n blocks (1..8) from here on where the device has clusters, one otherwise; 0: as
+ * many as it expects to be fastest. For verification: short documents would never take several. */
+void kv_gpu_use_loop_blocks(kv_gpu *g, int32_t n);
 kv_status kv_gpu_sync(kv_gpu *g);
 
 kv_status kv_gpu_new(kv_gpu *g, size_t bytes, kv_gpu_buffer **out);

@@ -36,6 +36,7 @@ void kv_gpu_span_shape(const kv_gpu_span *s, int32_t *n_q_head, int32_t *n_token
                        int32_t *head_dim) {}
 void kv_gpu_plan_free(kv_gpu_plan *p) {}
 kv_status kv_gpu_use_hopper(kv_gpu *g, bool hopper) { return unavailable(); }
+void kv_gpu_use_loop_blocks(kv_gpu *g, int32_t n) {}
 kv_status kv_gpu_sync(kv_gpu *g) { return unavailable(); }
 kv_status kv_gpu_new(kv_gpu *g, size_t bytes, kv_gpu_buffer **out) { return unavailable(); }
 kv_status kv_gpu_free(kv_gpu_buffer *b) { return unavailable(); }
