@@ -112,7 +112,10 @@ kv_status kv_gpu_net::reserve(kv_net_array i, size_t bytes) {
     if (array[i] && array[i]->bytes >= bytes) return KV_OK;
     KV_RETURN(kv_gpu_free(array[i]));
     array[i] = nullptr;
-    return kv_gpu_new(gpu, bytes, &array[i]);
+    KV_RETURN(kv_gpu_new(gpu, bytes, &array[i]));
+    // initcheck does not see what cuBLAS stores by bulk copies; guarded memory is NaN instead.
+    if (!gpu->guard && bytes) KV_CUDA(cudaMemsetAsync(array[i]->data, 0, bytes, gpu->stream));
+    return KV_OK;
 }
 
 kv_status kv_net_product(const kv_gpu_net *net, int m, int n, int64_t k, kv_net_matrix a,
