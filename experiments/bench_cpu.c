@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "experiments/bench_time.h"
 #include "experiments/ceiling.h"
 #include "reference/attention.h"
 #include "reference/core/cpu.h"
@@ -147,15 +148,6 @@ out:
     return st;
 }
 
-static int compare(const void *a, const void *b) {
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-static double median(double *x, int32_t n) {
-    qsort(x, (size_t)n, sizeof *x, compare);
-    return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2;
-}
-
 static kv_status measure(FILE *out, const layer *l, const operation *op, int32_t repeats) {
     kv_status st = KV_OK;
     double *seconds = NULL, top = kv_ceiling(NULL);
@@ -168,7 +160,7 @@ static kv_status measure(FILE *out, const layer *l, const operation *op, int32_t
         seconds[i] = kv_now() - begin;
         top = kv_ceiling(NULL);
     }
-    const double middle = median(seconds, repeats);
+    const double middle = kv_spread_of(seconds, repeats).median;
     fprintf(out, "%-46s d=%-4d %9.4f s %8.1f GFLOP/s  %.3f of ceiling\n", op->name,
             l->span.head_dim, middle, flop / middle * 1e-9, flop / middle * 1e-9 / top);
 out:

@@ -8,12 +8,13 @@
 #include "experiments/bench_gpu_keys.h"
 #include "experiments/bench_gpu_policy.h"
 #include "experiments/bench_gpu_train.h"
+#include "experiments/bench_time.h"
 #include "kernels/kernels.h"
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
 #include "reference/select.h"
 
-enum { N_Q = 32, N_KV = 8, D = 128, SINKS = 4, WINDOW = 256, BUDGET = 2048, REPEATS = 64 };
+enum { N_Q = 32, N_KV = 8, D = 128, SINKS = 4, WINDOW = 256, BUDGET = 2048 };
 
 typedef struct bench {
     FILE *out;
@@ -85,34 +86,27 @@ static const operation operations[] = {
 };
 enum { OPERATIONS = sizeof operations / sizeof *operations };
 
-static int ascending(const void *a, const void *b) {
-    const float x = *(const float *)a, y = *(const float *)b;
-    return (x > y) - (x < y);
+typedef struct call {
+    const operation *op;
+    bench *b;
+} call;
+static kv_status run_call(void *context) {
+    const call *c = context;
+    return c->op->run(c->b);
 }
 
 static kv_status time_operation(bench *b, const operation *op, const char *path) {
     kv_status st = KV_OK;
-    float ms[REPEATS];
-    for (int32_t i = -2; i < b->repeats; i++) {
-        KV_TRY(kv_gpu_tick(b->gpu, 0));
-        KV_TRY(op->run(b));
-        KV_TRY(kv_gpu_tick(b->gpu, 1));
-        KV_TRY(kv_gpu_ms(b->gpu, 0, 1, &ms[i < 0 ? 0 : i]));
-    }
-    qsort(ms, (size_t)b->repeats, sizeof *ms, ascending);
-    const double median = (double)ms[b->repeats / 2];
+    kv_spread ms;
+    KV_TRY(kv_time_gpu(b->gpu, run_call, &(call){op, b}, 2, b->repeats, &ms));
     const double count[] = {0, b->causal, b->later, b->kept};
-    const double rate = 2e-9 * D * op->products * count[op->pairs] / median;
-    fprintf(b->out, "%-26s %-8s %8.3f %8.3f %8.3f ", op->name, path, median, (double)ms[0],
-            (double)ms[b->repeats - 1]);
+    const double rate = 2e-9 * D * op->products * count[op->pairs] / ms.median;
+    fprintf(b->out, "%-26s %-8s %8.3f %8.3f %8.3f ", op->name, path, ms.median, ms.least, ms.most);
     if (op->products)
         fprintf(b->out, "%8.0f %6.1f %%", rate, 100 * rate / b->ceiling);
     else
         fprintf(b->out, "%17s", "");
-    if (op->must > 0 && b->n == 16384)
-        fprintf(b->out, "  must %.2f: %s, aim %.2f: %s", op->must,
-                median <= op->must ? "met" : "MISSED", op->aim,
-                median <= op->aim ? "met" : "missed");
+    if (op->must > 0 && b->n == 16384) kv_print_goal(b->out, ms.median, op->must, op->aim);
     fputc('\n', b->out);
 out:
     return st == KV_OK ? st : kv_error_context(st, "%s (%s)", op->name, path);
@@ -239,7 +233,7 @@ static void bench_close(bench *b) {
 
 kv_status kv_bench_gpu(FILE *out, int32_t n_token, int32_t repeats) {
     kv_status st = KV_OK;
-    bench b = {.out = out, .n = n_token, .repeats = repeats < REPEATS ? repeats : REPEATS};
+    bench b = {.out = out, .n = n_token, .repeats = repeats};
     kv_gpu_info info;
     double copy = 0;
     if (n_token <= BUDGET || repeats < 1)

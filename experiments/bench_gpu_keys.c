@@ -4,9 +4,10 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "experiments/bench_time.h"
 #include "reference/core/mem.h"
 
-enum { HEADS = 8, QUERIES = 32, D = 128, BUDGET = 2048, SINKS = 4, WINDOW = 256, REPEATS = 64 };
+enum { HEADS = 8, QUERIES = 32, D = 128, BUDGET = 2048, SINKS = 4, WINDOW = 256 };
 
 static const kv_run run = {.budget = BUDGET, .sinks = SINKS, .window = WINDOW};
 
@@ -61,25 +62,22 @@ out:
     return st;
 }
 
-static int ascending(const void *a, const void *b) {
-    const float x = *(const float *)a, y = *(const float *)b;
-    return (x > y) - (x < y);
+typedef struct call {
+    const operation *op;
+    bench *b;
+} call;
+static kv_status run_call(void *context) {
+    const call *c = context;
+    return c->op->run(c->b);
 }
 
 static kv_status time_operation(FILE *out, kv_gpu *g, bench *b, const operation *op,
                                 int32_t repeats, double floor) {
     kv_status st = KV_OK;
-    float ms[REPEATS];
-    const int32_t times = repeats < REPEATS ? repeats : REPEATS;
-    for (int32_t i = -2; i < times; i++) {
-        KV_TRY(kv_gpu_tick(g, 0));
-        KV_TRY(op->run(b));
-        KV_TRY(kv_gpu_tick(g, 1));
-        KV_TRY(kv_gpu_ms(g, 0, 1, &ms[i < 0 ? 0 : i]));
-    }
-    qsort(ms, (size_t)times, sizeof *ms, ascending);
-    fprintf(out, "%-30s %10.3f %10.3f %10.3f %10.3f %7.2f\n", op->name, (double)ms[times / 2],
-            (double)ms[0], (double)ms[times - 1], floor, (double)ms[times / 2] / floor);
+    kv_spread ms;
+    KV_TRY(kv_time_gpu(g, run_call, &(call){op, b}, 2, repeats, &ms));
+    fprintf(out, "%-30s %10.3f %10.3f %10.3f %10.3f %7.2f\n", op->name, ms.median, ms.least,
+            ms.most, floor, ms.median / floor);
     fflush(out);
 out:
     return st == KV_OK ? st : kv_error_context(st, "%s", op->name);

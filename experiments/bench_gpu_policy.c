@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "experiments/bench_time.h"
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
 
@@ -12,8 +13,7 @@ enum {
     HEADS = LAYERS * LAYER_HEADS,
     GROUP = 4,
     D = 128,
-    BUDGET = 2048,
-    REPEATS = 64
+    BUDGET = 2048
 };
 
 static const kv_run run = {.budget = BUDGET, .sinks = 4, .window = 256};
@@ -98,34 +98,28 @@ static const operation operations[] = {
 };
 enum { OPERATIONS = sizeof operations / sizeof *operations };
 
-static int ascending(const void *a, const void *b) {
-    const float x = *(const float *)a, y = *(const float *)b;
-    return (x > y) - (x < y);
+typedef struct call {
+    const operation *op;
+    bench *b;
+} call;
+static kv_status run_call(void *context) {
+    const call *c = context;
+    return c->op->run(c->b);
 }
 
 static kv_status time_operation(FILE *out, bench *b, const operation *op, int32_t repeats,
                                 double tb_per_s) {
     kv_status st = KV_OK;
-    float ms[REPEATS];
-    const int32_t times = op->once ? 1 : repeats < REPEATS ? repeats : REPEATS;
-    for (int32_t i = op->once ? 0 : -2; i < times; i++) {
-        KV_TRY(kv_gpu_tick(b->gpu, 0));
-        KV_TRY(op->run(b));
-        KV_TRY(kv_gpu_tick(b->gpu, 1));
-        KV_TRY(kv_gpu_ms(b->gpu, 0, 1, &ms[i < 0 ? 0 : i]));
-    }
-    qsort(ms, (size_t)times, sizeof *ms, ascending);
-    const double median = (double)ms[times / 2];
+    kv_spread ms;
+    KV_TRY(kv_time_gpu(b->gpu, run_call, &(call){op, b}, op->once ? 0 : 2, op->once ? 1 : repeats,
+                       &ms));
     const double bytes[] = {[PRIORITIES] = (double)HEADS * b->n * 8,
                             [KEYS] = (double)HEADS * (BUDGET + 1) * D * 2 * (b->n - BUDGET),
                             [INPUTS] = (double)LAYER_HEADS * b->n * 2 * D * 2 * 2};
     const double floor = bytes[op->floor] / tb_per_s * 1e-9;
-    fprintf(out, "%-30s %10.3f %10.3f %10.3f %10.3f %7.2f", op->name, median, (double)ms[0],
-            (double)ms[times - 1], floor, median / floor);
-    if (op->must > 0 && b->n == 16384)
-        fprintf(out, "  must %.2f: %s, aim %.2f: %s", op->must,
-                median <= op->must ? "met" : "MISSED", op->aim,
-                median <= op->aim ? "met" : "missed");
+    fprintf(out, "%-30s %10.3f %10.3f %10.3f %10.3f %7.2f", op->name, ms.median, ms.least, ms.most,
+            floor, ms.median / floor);
+    if (op->must > 0 && b->n == 16384) kv_print_goal(out, ms.median, op->must, op->aim);
     fputc('\n', out);
     fflush(out);
 out:

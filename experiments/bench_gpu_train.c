@@ -4,11 +4,12 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "experiments/bench_time.h"
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
 
 enum { HEADS = 32, KV_HEADS = 8, D = 128, EVERY = 4 }; /* of the soft mask: one layer */
-enum { LANES = 288, N_PARAM = 66304, BUDGET = 2048, REPEATS = 64 }; /* N_PARAM: MLP of 256 on 256 */
+enum { LANES = 288, N_PARAM = 66304, BUDGET = 2048 }; /* N_PARAM: MLP of 256 on 256 */
 
 static const kv_run run = {.budget = BUDGET, .sinks = 4, .window = 256};
 static const kv_adamw adamw = {.rate = 3e-3, .beta1 = .9, .beta2 = .95, .eps = 1e-8};
@@ -61,29 +62,25 @@ static const operation operations[] = {
 };
 enum { OPERATIONS = sizeof operations / sizeof *operations };
 
-static int ascending(const void *a, const void *b) {
-    const float x = *(const float *)a, y = *(const float *)b;
-    return (x > y) - (x < y);
+typedef struct call {
+    const operation *op;
+    bench *b;
+} call;
+static kv_status run_call(void *context) {
+    const call *c = context;
+    return c->op->run(c->b);
 }
 
 static kv_status time_operation(FILE *out, bench *b, const operation *op, int32_t repeats,
                                 double tb_per_s, double tflop_per_s) {
     kv_status st = KV_OK;
-    float ms[REPEATS];
-    const int32_t times = repeats < REPEATS ? repeats : REPEATS;
-    for (int32_t i = -2; i < times; i++) {
-        KV_TRY(kv_gpu_tick(b->gpu, 0));
-        KV_TRY(op->run(b));
-        KV_TRY(kv_gpu_tick(b->gpu, 1));
-        KV_TRY(kv_gpu_ms(b->gpu, 0, 1, &ms[i < 0 ? 0 : i]));
-    }
-    qsort(ms, (size_t)times, sizeof *ms, ascending);
-    const double median = (double)ms[times / 2], n = b->n,
-                 bytes = LANES * (op->token_bytes * n + op->param_bytes * N_PARAM),
+    kv_spread ms;
+    KV_TRY(kv_time_gpu(b->gpu, run_call, &(call){op, b}, 2, repeats, &ms));
+    const double n = b->n, bytes = LANES * (op->token_bytes * n + op->param_bytes * N_PARAM),
                  products = op->products * 2 * D * HEADS * n * n / 2 / EVERY,
                  floor = (bytes / tb_per_s + products / tflop_per_s) * 1e-9;
-    fprintf(out, "%-30s %10.3f %10.3f %10.3f %10.3f %7.2f\n", op->name, median, (double)ms[0],
-            (double)ms[times - 1], floor, median / floor);
+    fprintf(out, "%-30s %10.3f %10.3f %10.3f %10.3f %7.2f\n", op->name, ms.median, ms.least,
+            ms.most, floor, ms.median / floor);
 out:
     return st == KV_OK ? st : kv_error_context(st, "%s", op->name);
 }

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "experiments/bench_time.h"
 #include "policies/registry.h"
 #include "reference/core/log.h"
 #include "reference/core/mem.h"
@@ -77,11 +78,6 @@ out:
     return st;
 }
 
-static int ascending(const void *a, const void *b) {
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 static kv_status time_policy(FILE *out, bench *b, const char *name, int32_t repeats) {
     kv_status st = KV_OK;
     for (int32_t i = 0; i < repeats; i++) {
@@ -92,10 +88,8 @@ static kv_status time_policy(FILE *out, bench *b, const char *name, int32_t repe
         b->replay[i] = middle - start;
         b->metrics[i] = kv_now() - middle;
     }
-    qsort(b->replay, (size_t)repeats, sizeof *b->replay, ascending);
-    qsort(b->metrics, (size_t)repeats, sizeof *b->metrics, ascending);
     fprintf(out, "%-12s  replay %8.3f s   masked attention and metrics %8.3f s   per layer\n", name,
-            b->replay[repeats / 2], b->metrics[repeats / 2]);
+            kv_spread_of(b->replay, repeats).median, kv_spread_of(b->metrics, repeats).median);
 out:
     return st;
 }

@@ -26,7 +26,7 @@ static const shape shapes[] = {
     {"nothing leaves", 40, 2, 1, 64, 39, 0, HALF, 0},
     {"one leaves", 41, 2, 1, 64, 39, 0, HALF, 0},
     {"budget 1", 70, 4, 2, 64, 1, 3, HALF, 0},
-    {"budget 2, group 1", 200, 3, 3, 128, 2, 0, BFLOAT, 0},
+    {"budget 2, group 1", 60, 3, 3, 128, 2, 0, BFLOAT, 0},
     {"group 2", 300, 4, 2, 64, 31, 1, BFLOAT, 0},
     {"group 3 d128", 300, 6, 2, 128, 33, 0, HALF, 0},
     {"group 4", 700, 8, 2, 64, 128, 0, HALF, 0},
@@ -40,7 +40,7 @@ static const shape shapes[] = {
     {"softcap", 300, 4, 2, 64, 40, 0, HALF, 5.0f},
     {"ties", 500, 4, 2, 64, 60, 0, TIES, 0},
     {"huge", 500, 4, 2, 64, 60, 0, HUGE_, 0},
-    {"zeros", 250, 4, 2, 64, 40, 0, ZEROS, 0},
+    {"zeros", 100, 4, 2, 64, 40, 0, ZEROS, 0},
     {"keys beyond shared memory", 2600, 16, 4, 128, 2300, 0, SINGLE, 0},
 };
 enum { SHAPES = sizeof shapes / sizeof *shapes };

@@ -19,8 +19,7 @@ kv_status launch_hopper(const kv_gpu_span *s, attend_args a) {
     const size_t bytes = sizeof(attend_shared<D>);
     const int items = a.n_kv_head * a.n_block * parts_of(a);
     KV_RETURN(kv_tile_map(s, s->q, s->n_q_head, 64, &q_map));
-    KV_RETURN(next.reserve(g, sizeof(int)));
-    KV_CUDA(cudaMemsetAsync(next.buffer->data, 0, sizeof(int), g->stream));
+    KV_RETURN(next.reserve_zeros(g, sizeof(int)));
     a.next = next.as<int>();
     KV_RETURN(kv_allow_shared(g, attend_hopper<T, D, EXACT>, bytes));
     attend_hopper<T, D, EXACT><<<min(g->sm_count, items), 384, bytes, g->stream>>>(
@@ -35,14 +34,8 @@ kv_status launch(const kv_gpu_span *s, bool exact, const attend_args &a) {
         if (s->gpu->hopper && s->softcap == 0 && s->scale > 0)
             return exact ? launch_hopper<T, D, true>(s, a) : launch_hopper<T, D, false>(s, a);
     }
-    const size_t bytes =
-        (size_t)(1 + 2 * portable::stages<T>()) * portable::tile_elements<T>(D) * sizeof(T);
-    KV_RETURN(kv_allow_shared(s->gpu, attend_portable<T, D>, bytes));
-    attend_portable<T, D>
-        <<<dim3((unsigned)a.n_block, (unsigned)a.n_q_head), portable::THREADS, bytes,
-           s->gpu->stream>>>(kv_data<T>(s->q), kv_data<T>(s->k), kv_data<T>(s->v), exact, a);
-    KV_CUDA(cudaGetLastError());
-    return KV_OK;
+    return portable::launch_rows<T, D>(s, 2, attend_portable<T, D>, kv_data<T>(s->q),
+                                       kv_data<T>(s->k), kv_data<T>(s->v), exact, a);
 }
 
 template <class T> kv_status launch_size(const kv_gpu_span *s, bool exact, const attend_args &a) {

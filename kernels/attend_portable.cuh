@@ -7,31 +7,56 @@
 
 namespace attend {
 
+// What a block works on: 64 queries of one head, long lists first, and tiles of the keys on their list, in `stages` buffers each.
+template <class T, int D> struct query_block {
+    static constexpr int tile = portable::tile_elements<T>(D), stages = portable::stages<T>();
+    const T *k, *v;     // of the KV head
+    T *sq, *sk, *sv;    // shared: [64], [stages][64] rows
+    int head, u, tiles; // u: query of the thread's first row
+    key_list keys;
+
+    // Sends for the queries.
+    __device__ query_block(char *shared, const T *q, const T *all_k, const T *all_v,
+                           const attend_args &a) {
+        const int block = (int)(gridDim.x - 1 - blockIdx.x), u0 = block * portable::ROWS;
+        head = (int)blockIdx.y;
+        const int kv = head / (a.n_q_head / a.n_kv_head);
+        const size_t plane = (size_t)a.n_token * D;
+        k = all_k + (size_t)kv * plane;
+        v = all_v + (size_t)kv * plane;
+        sq = reinterpret_cast<T *>(shared);
+        sk = sq + tile;
+        sv = sk + stages * tile;
+        u = u0 + (int)threadIdx.x / 32 * 16 + (int)threadIdx.x % 32 / 4;
+        keys = keys_of(a, kv, block);
+        tiles = (keys.count + portable::COLUMNS - 1) / portable::COLUMNS;
+        portable::load_rows<T, D>(sq, q + (size_t)head * plane,
+                                  [&](int r) { return u0 + r < a.n_token ? u0 + r : -1; });
+    }
+    // Sends for tile j of keys and values.
+    __device__ void load(int j) const {
+        const auto row = [&](int r) { return key(j, r); };
+        portable::load_rows<T, D>(sk + j % stages * tile, k, row);
+        portable::load_rows<T, D>(sv + j % stages * tile, v, row);
+    }
+    __device__ int key(int j, int r) const { return keys.key(j * portable::COLUMNS + r); }
+};
+
 template <class T, int D>
-__global__ __launch_bounds__(portable::THREADS, 1) void
-attend_portable(const T *q, const T *k, const T *v, bool exact, attend_args a) {
+__global__ __launch_bounds__(portable::THREADS, 1) void attend_portable(const T *q, const T *k,
+                                                                        const T *v, bool exact,
+                                                                        attend_args a) {
     using namespace portable;
     extern __shared__ __align__(16) char shared[];
-    constexpr int tile = tile_elements<T>(D), stage_count = stages<T>();
-    T *sq = reinterpret_cast<T *>(shared), *sk = sq + tile, *sv = sk + stage_count * tile;
     __shared__ alignas(16) int2 limit[2][COLUMNS];
-    const int block = (int)(gridDim.x - 1 - blockIdx.x), head = (int)blockIdx.y;
-    const int kv = head / (a.n_q_head / a.n_kv_head);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int u0 = block * ROWS, u = u0 + warp * 16 + lane / 4;
-    const size_t plane = (size_t)a.n_token * D;
-    const key_list keys = keys_of(a, kv, block);
-    const int tiles = (keys.count + COLUMNS - 1) / COLUMNS;
+    const query_block<T, D> b(shared, q, k, v, a);
+    constexpr int tile = b.tile, stage_count = b.stages;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, u = b.u, tiles = b.tiles;
     auto load_keys = [&](int j) {
-        const int stage = j % stage_count;
-        auto row = [&](int r) { return keys.key(j * COLUMNS + r); };
-        load_rows<T, D>(sk + stage * tile, k + (size_t)kv * plane, row);
-        load_rows<T, D>(sv + stage * tile, v + (size_t)kv * plane, row);
+        b.load(j);
         if (threadIdx.x < COLUMNS)
-            limit[stage][threadIdx.x] = keys.limits(row((int)threadIdx.x));
+            limit[j % stage_count][threadIdx.x] = b.keys.limits(b.key(j, (int)threadIdx.x));
     };
-    load_rows<T, D>(sq, q + (size_t)head * plane,
-                    [&](int r) { return u0 + r < a.n_token ? u0 + r : -1; });
     if (stage_count == 2 && tiles > 0) load_keys(0);
     copy_commit();
     attend_row row[2] = {start(KV_LOG2E), start(KV_LOG2E)};
@@ -43,18 +68,18 @@ attend_portable(const T *q, const T *k, const T *v, bool exact, attend_args a) {
         copy_wait<stage_count - 1>();
         __syncthreads();
         float x[COLUMNS / 2];
-        product<T, D>(x, sq + warp * 16 * row_stride<T>(D), sk + stage * tile);
+        product<T, D>(x, b.sq + warp * 16 * row_stride<T>(D), b.sk + stage * tile);
         to_logits(x, a.scale, a.softcap);
         uint32_t inside[2];
         hide(x, inside, limit[stage] + 2 * (lane % 4), u, a);
         weigh(x, row[0], 0, KV_LOG2E, KV_MIXED, inside[0]);
         weigh(x, row[1], 1, KV_LOG2E, KV_MIXED, inside[1]);
         fade_rows(o, row[0].fade, row[1].fade);
-        accumulate<T, D>(o, x, sv + stage * tile, exact);
+        accumulate<T, D>(o, x, b.sv + stage * tile, exact);
         __syncthreads();
     }
-    finish(row[0], o, 0, a, head, u);
-    finish(row[1], o, 1, a, head, u + 8);
+    finish(row[0], o, 0, a, b.head, u);
+    finish(row[1], o, 1, a, b.head, u + 8);
 }
 
 } // namespace attend

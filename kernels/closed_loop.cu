@@ -204,8 +204,7 @@ kv_status kv_gpu_replay_attention(const kv_gpu_span *s, const kv_attention_rule 
     if (gap) KV_CUDA(cudaMemsetAsync(gap->data, 0, steps * sizeof(float), g->stream));
     if (s->n_token <= budget + 1) return KV_OK; // the first to leave would be missed at B + 1
     kv_scratch failed, slots;
-    KV_RETURN(failed.reserve(g, sizeof(int)));
-    KV_CUDA(cudaMemsetAsync(failed.buffer->data, 0, sizeof(int), g->stream));
+    KV_RETURN(failed.reserve_zeros(g, sizeof(int)));
     const int group = s->n_q_head / s->n_kv_head;
     loop_args a = {};
     a.q = kv_data<char>(s->q);

@@ -269,8 +269,7 @@ template <class T, int D, column_form FORM> kv_status launch(const kv_gpu_span *
             const size_t bytes = sizeof(column_shared<D>);
             KV_RETURN(kv_tile_map(s, s->q, s->n_q_head, TILE, &q_map));
             KV_RETURN(kv_tile_map(s, s->k, s->n_kv_head, 64, &k_map));
-            KV_RETURN(next.reserve(g, sizeof(int)));
-            KV_CUDA(cudaMemsetAsync(next.buffer->data, 0, sizeof(int), g->stream));
+            KV_RETURN(next.reserve_zeros(g, sizeof(int)));
             a.next = next.as<int>();
             KV_RETURN(kv_allow_shared(g, column_hopper<T, D, FORM>, bytes));
             column_hopper<T, D, FORM>
@@ -279,15 +278,9 @@ template <class T, int D, column_form FORM> kv_status launch(const kv_gpu_span *
             return KV_OK;
         }
     }
-    const size_t bytes =
-        (size_t)(1 + portable::stages<T>()) * portable::tile_elements<T>(D) * sizeof(T);
     a.unit = FORM == SUM ? a.power * KV_LOG2E : KV_LOG2E;
-    KV_RETURN(kv_allow_shared(g, column_portable<T, D, FORM>, bytes));
-    column_portable<T, D, FORM>
-        <<<dim3((unsigned)kv_div_up(s->n_token, portable::ROWS), (unsigned)s->n_q_head),
-           portable::THREADS, bytes, g->stream>>>(kv_data<T>(s->q), kv_data<T>(s->k), a);
-    KV_CUDA(cudaGetLastError());
-    return KV_OK;
+    return portable::launch_rows<T, D>(s, 1, column_portable<T, D, FORM>, kv_data<T>(s->q),
+                                       kv_data<T>(s->k), a);
 }
 
 template <column_form FORM, class T>

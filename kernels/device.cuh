@@ -55,6 +55,11 @@ kv_status kv_cuda_fail(cudaError_t error, const char *what, const char *file, in
 struct kv_scratch {
     kv_gpu_buffer *buffer = nullptr;
     kv_status reserve(kv_gpu *g, size_t bytes) { return kv_gpu_new(g, bytes, &buffer); }
+    kv_status reserve_zeros(kv_gpu *g, size_t bytes) {
+        KV_RETURN(reserve(g, bytes));
+        KV_CUDA(cudaMemsetAsync(buffer->data, 0, bytes, g->stream));
+        return KV_OK;
+    }
     template <class T> T *as() const { return reinterpret_cast<T *>(buffer->data); }
     ~kv_scratch() { (void)kv_gpu_free(buffer); }
 };
@@ -85,9 +90,9 @@ kv_status kv_tile_map(const kv_gpu_span *s, const kv_gpu_buffer *data, int32_t n
                       CUtensorMap *out);
 // The same of any 2-byte matrices [n_head][n_row][columns], rows `ld` and heads `head_stride` elements apart (multiples of 8, data on
 // 16 bytes), in boxes of rows x box_columns; columns are multiples of 64.
-kv_status kv_tile_map_of(const void *data, kv_dtype type, int64_t n_row, int64_t ld, int32_t columns,
-                         int64_t n_head, int64_t head_stride, int32_t rows, int32_t box_columns,
-                         CUtensorMap *out);
+kv_status kv_tile_map_of(const void *data, kv_dtype type, int64_t n_row, int64_t ld,
+                         int32_t columns, int64_t n_head, int64_t head_stride, int32_t rows,
+                         int32_t box_columns, CUtensorMap *out);
 
 static inline int32_t kv_div_up(int32_t a, int32_t b) { return (a + b - 1) / b; }
 

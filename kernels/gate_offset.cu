@@ -105,8 +105,7 @@ kv_status kv_gpu_gate_kept(kv_gpu *g, const kv_dms_cache *cache, int64_t n_lane,
     KV_RETURN(kv_buffer_check(logit, "logit", (size_t)(n_lane * n_token), sizeof(float)));
     KV_RETURN(docs.reserve(g, bytes));
     KV_RETURN(kv_gpu_put(docs.buffer, cache->doc_first, bytes));
-    KV_RETURN(sum.reserve(g, sizeof result));
-    KV_CUDA(cudaMemsetAsync(sum.buffer->data, 0, sizeof result, g->stream));
+    KV_RETURN(sum.reserve_zeros(g, sizeof result));
     const kept_args a = {kv_data<float>(logit),
                          docs.as<int64_t>(),
                          n_token,

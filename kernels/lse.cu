@@ -351,8 +351,7 @@ template <class T, int D, bool EVENTS> kv_status launch(const kv_gpu_span *s, ls
             const size_t bytes = sizeof(lse_shared<D>);
             KV_RETURN(kv_tile_map(s, s->q, s->n_q_head, 64, &q_map));
             KV_RETURN(kv_tile_map(s, s->k, s->n_kv_head, TILE, &k_map));
-            KV_RETURN(next.reserve(g, sizeof(int)));
-            KV_CUDA(cudaMemsetAsync(next.buffer->data, 0, sizeof(int), g->stream));
+            KV_RETURN(next.reserve_zeros(g, sizeof(int)));
             a.next = next.as<int>();
             KV_RETURN(kv_allow_shared(g, lse_hopper<T, D, EVENTS>, bytes));
             lse_hopper<T, D, EVENTS>
@@ -361,15 +360,9 @@ template <class T, int D, bool EVENTS> kv_status launch(const kv_gpu_span *s, ls
             return KV_OK;
         }
     }
-    const size_t bytes =
-        (size_t)(1 + portable::stages<T>()) * portable::tile_elements<T>(D) * sizeof(T);
     a.unit = KV_LOG2E; // its logits are scaled
-    KV_RETURN(kv_allow_shared(g, lse_portable<T, D, EVENTS>, bytes));
-    lse_portable<T, D, EVENTS>
-        <<<dim3((unsigned)kv_div_up(s->n_token, portable::ROWS), (unsigned)s->n_q_head),
-           portable::THREADS, bytes, g->stream>>>(kv_data<T>(s->q), kv_data<T>(s->k), a);
-    KV_CUDA(cudaGetLastError());
-    return KV_OK;
+    return portable::launch_rows<T, D>(s, 1, lse_portable<T, D, EVENTS>, kv_data<T>(s->q),
+                                       kv_data<T>(s->k), a);
 }
 
 template <class T, int D> kv_status launch_events(const kv_gpu_span *s, const lse_args &a) {

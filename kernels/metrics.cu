@@ -265,12 +265,10 @@ kv_status kv_gpu_measure(kv_gpu *g, const kv_run *run, const kv_gpu_measure_inpu
     kv_scratch kept, key_out, kinds_out, set_out, row_out;
     KV_RETURN(check(in));
     KV_RETURN(kept.reserve(g, (size_t)n_kv * (size_t)n * sizeof(int)));
-    KV_RETURN(key_out.reserve(g, key.size() * sizeof(key_sums)));
-    KV_RETURN(kinds_out.reserve(g, kinds.size() * sizeof kinds[0]));
+    KV_RETURN(key_out.reserve_zeros(g, key.size() * sizeof(key_sums)));
+    KV_RETURN(kinds_out.reserve_zeros(g, kinds.size() * sizeof kinds[0]));
     KV_RETURN(set_out.reserve(g, set.size() * sizeof(set_part)));
     KV_RETURN(row_out.reserve(g, row.size() * sizeof(row_part)));
-    KV_CUDA(cudaMemsetAsync(key_out.buffer->data, 0, key.size() * sizeof(key_sums), g->stream));
-    KV_CUDA(cudaMemsetAsync(kinds_out.buffer->data, 0, kinds.size() * sizeof kinds[0], g->stream));
     measure_args a = {};
     a.dense_lse = kv_data<float>(in->dense_lse);
     a.long_mass = kv_data<float>(in->long_mass);

@@ -19,6 +19,17 @@ template <class T> __host__ __device__ constexpr int tile_elements(int d) {
 // fp32 tiles are twice as large and are not double-buffered, so that two of them and a query tile fit sm_80.
 template <class T> __host__ __device__ constexpr int stages() { return sizeof(T) == 4 ? 1 : 2; }
 
+// One block per (64 rows, head), with shared memory for a stationary tile and the stages of `streamed` others.
+template <class T, int D, class... P, class... A>
+kv_status launch_rows(const kv_gpu_span *s, int streamed, void (*kernel)(P...), A... args) {
+    const size_t bytes = (size_t)(1 + streamed * stages<T>()) * tile_elements<T>(D) * sizeof(T);
+    const dim3 grid((unsigned)kv_div_up(s->n_token, ROWS), (unsigned)s->n_q_head);
+    KV_RETURN(kv_allow_shared(s->gpu, kernel, bytes));
+    kernel<<<grid, THREADS, bytes, s->gpu->stream>>>(args...);
+    KV_CUDA(cudaGetLastError());
+    return KV_OK;
+}
+
 __device__ __forceinline__ void copy16(void *to, const void *from, bool valid) {
     const int bytes = valid ? 16 : 0; // the rest is filled with zeros
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
@@ -26,7 +37,9 @@ __device__ __forceinline__ void copy16(void *to, const void *from, bool valid) {
                  "l"(from), "r"(bytes)
                  : "memory");
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copy_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int PENDING> __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }

@@ -152,9 +152,8 @@ template <class T> kv_status cosines(const kv_gpu_span *s, int32_t lead, float *
     a.lead = lead;
     a.piece = std::min(a.n, PIECE);
     KV_RETURN(length.reserve(g, heads * (size_t)a.n * sizeof(double)));
-    KV_RETURN(sum.reserve(g, row));
+    KV_RETURN(sum.reserve_zeros(g, row));
     KV_RETURN(direction.reserve(g, (size_t)a.piece * row));
-    KV_CUDA(cudaMemsetAsync(sum.buffer->data, 0, row, g->stream));
     KV_RETURN(norms<T>(s, nullptr, length.as<double>()));
     a.length = length.as<double>();
     a.sum = sum.as<double>();

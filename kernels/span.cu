@@ -107,8 +107,7 @@ kv_status settle(kv_gpu_span *s, const float *q, const float *k, const float *v)
     const size_t cell = (size_t)s->n_token * (size_t)s->head_dim_in;
     kv_scratch flags;
     int found = 0;
-    KV_RETURN(flags.reserve(g, sizeof found));
-    KV_CUDA(cudaMemsetAsync(flags.buffer->data, 0, sizeof found, g->stream));
+    KV_RETURN(flags.reserve_zeros(g, sizeof found));
     for (const float *x : {q, k, v}) {
         if (!x) continue;
         exactness_kernel<<<BLOCKS, THREADS, 0, g->stream>>>(

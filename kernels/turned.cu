@@ -6,8 +6,7 @@
 // that the number of keys behind is known. mma.sync on every GPU: what binds is as in attend_portable while few keys are turned.
 #include <algorithm>
 
-#include "kernels/attend.cuh"
-#include "kernels/portable.cuh"
+#include "kernels/attend_portable.cuh"
 
 namespace {
 
@@ -61,29 +60,20 @@ __global__ __launch_bounds__(THREADS, 1) void turned_kernel(const T *q, const T 
                                                             turned_args a) {
     using namespace portable;
     extern __shared__ __align__(16) char shared[];
-    constexpr int tile = tile_elements<T>(D), stage_count = stages<T>(), pitch = row_stride<T>(D);
-    T *sq = reinterpret_cast<T *>(shared), *sk = sq + tile, *sv = sk + stage_count * tile;
     __shared__ alignas(16) seen_key seen[2][TILE];
     const attend_args &b = a.attend;
-    const int block = (int)(gridDim.x - 1 - blockIdx.x), head = (int)blockIdx.y;
-    const int kv = head / (b.n_q_head / b.n_kv_head);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int u0 = block * ROWS, u = u0 + warp * 16 + lane / 4;
-    const size_t plane = (size_t)b.n_token * D;
-    const key_list keys = keys_of(b, kv, block);
-    const int tiles = (keys.count + TILE - 1) / TILE;
+    const query_block<T, D> own(shared, q, k, v, b);
+    constexpr int tile = own.tile, stage_count = own.stages, pitch = row_stride<T>(D);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, u = own.u, tiles = own.tiles;
+    const T *sq = own.sq, *sk = own.sk, *sv = own.sv;
     auto load_keys = [&](int j) {
-        const int stage = j % stage_count;
-        auto row = [&](int r) { return keys.key(j * TILE + r); };
-        load_rows<T, D>(sk + stage * tile, k + (size_t)kv * plane, row);
-        load_rows<T, D>(sv + stage * tile, v + (size_t)kv * plane, row);
+        own.load(j);
         if (threadIdx.x >= TILE) return;
-        const int t = row((int)threadIdx.x);
-        const int2 limit = keys.limits(t);
-        seen[stage][threadIdx.x] = seen_key{limit.x, limit.y, t < 0 ? 0 : place_of(a, t), 0};
+        const int t = own.key(j, (int)threadIdx.x);
+        const int2 limit = own.keys.limits(t);
+        seen[j % stage_count][threadIdx.x] =
+            seen_key{limit.x, limit.y, t < 0 ? 0 : place_of(a, t), 0};
     };
-    load_rows<T, D>(sq, q + (size_t)head * plane,
-                    [&](int r) { return u0 + r < b.n_token ? u0 + r : -1; });
     if (stage_count == 2 && tiles > 0) load_keys(tiles - 1);
     copy_commit();
     attend_row row[2] = {start(KV_LOG2E), start(KV_LOG2E)};
@@ -139,8 +129,8 @@ __global__ __launch_bounds__(THREADS, 1) void turned_kernel(const T *q, const T 
         accumulate<T, D>(o, x, sv + stage * tile, true);
         __syncthreads();
     }
-    finish(row[0], o, 0, b, head, u);
-    finish(row[1], o, 1, b, head, u + 8);
+    finish(row[0], o, 0, b, own.head, u);
+    finish(row[1], o, 1, b, own.head, u + 8);
 }
 
 // cos and sin of (low + i) * inv_freq, rounded from double as on the CPU.
@@ -167,15 +157,8 @@ void bound_deltas(const int32_t *position, int32_t n, int64_t *low, int64_t *hig
 }
 
 template <class T, int D> kv_status launch(const kv_gpu_span *s, const turned_args &a) {
-    const size_t bytes =
-        (size_t)(1 + 2 * portable::stages<T>()) * portable::tile_elements<T>(D) * sizeof(T);
-    KV_RETURN(kv_allow_shared(s->gpu, turned_kernel<T, D>, bytes));
-    turned_kernel<T, D><<<dim3((unsigned)a.attend.n_block, (unsigned)s->n_q_head), THREADS, bytes,
-                          s->gpu->stream>>>(kv_data<T>((const kv_gpu_buffer *)s->q),
-                                            kv_data<T>((const kv_gpu_buffer *)s->k),
-                                            kv_data<T>((const kv_gpu_buffer *)s->v), a);
-    KV_CUDA(cudaGetLastError());
-    return KV_OK;
+    return portable::launch_rows<T, D>(s, 2, turned_kernel<T, D>, kv_data<T>(s->q),
+                                       kv_data<T>(s->k), kv_data<T>(s->v), a);
 }
 
 template <class T> kv_status launch_size(const kv_gpu_span *s, const turned_args &a) {
