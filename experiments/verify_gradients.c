@@ -211,7 +211,8 @@ static kv_status gpu_passes(kv_verify *v, const shape *s, problem *p, bool exact
     KV_TRY(send(g, p->hidden, groups * n * (size_t)s->spec.n_hidden, &b[HIDDEN]));
     KV_TRY(send(g, p->e, lanes * n, &b[E]));
     KV_TRY(kv_gpu_new(g, lanes * n * 4, &b[RHAT]));
-    KV_TRY(kv_gpu_new(g, count * 4, &b[GRAD]));
+    for (size_t i = 0; i < count; i++) p->grad[i] = NAN; /* every component must be written */
+    KV_TRY(send(g, p->grad, count, &b[GRAD]));
     KV_TRY(kv_gpu_net_new(g, &s->spec, s->lanes, s->group, exact, &net));
     KV_TRY(kv_gpu_net_input(net, s->n, s->docs, p->doc_first, b[X], NULL, b[HIDDEN]));
     /* Twice: the second time in arrays that hold the first one's numbers. */

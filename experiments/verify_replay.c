@@ -19,14 +19,15 @@ typedef struct shape {
     float softcap;
 } shape;
 
+/* Those of at most 257 tokens are few and short: racecheck takes some 20 ms for a query and block. */
 static const shape shapes[] = {
     {"one token", 1, 2, 1, 64, 1, 0, HALF, 0},
     {"two tokens, budget 1", 2, 2, 1, 64, 1, 1, HALF, 0},
     {"three tokens, budget 1", 3, 2, 1, 128, 1, 0, HALF, 0},
-    {"nothing leaves", 40, 2, 1, 64, 39, 0, HALF, 0},
-    {"one leaves", 41, 2, 1, 64, 39, 0, HALF, 0},
-    {"budget 1", 70, 4, 2, 64, 1, 3, HALF, 0},
-    {"budget 2, group 1", 60, 3, 3, 128, 2, 0, BFLOAT, 0},
+    {"nothing leaves", 12, 2, 1, 64, 11, 0, HALF, 0},
+    {"one leaves", 13, 2, 1, 64, 11, 0, HALF, 0},
+    {"budget 1", 20, 4, 2, 64, 1, 3, HALF, 0},
+    {"budget 2, group 1", 20, 3, 3, 128, 2, 0, BFLOAT, 0},
     {"group 2", 300, 4, 2, 64, 31, 1, BFLOAT, 0},
     {"group 3 d128", 300, 6, 2, 128, 33, 0, HALF, 0},
     {"group 4", 700, 8, 2, 64, 128, 0, HALF, 0},
@@ -40,7 +41,7 @@ static const shape shapes[] = {
     {"softcap", 300, 4, 2, 64, 40, 0, HALF, 5.0f},
     {"ties", 500, 4, 2, 64, 60, 0, TIES, 0},
     {"huge", 500, 4, 2, 64, 60, 0, HUGE_, 0},
-    {"zeros", 100, 4, 2, 64, 40, 0, ZEROS, 0},
+    {"zeros", 45, 4, 2, 64, 12, 0, ZEROS, 0},
     {"keys beyond shared memory", 2600, 16, 4, 128, 2300, 0, SINGLE, 0},
 };
 enum { SHAPES = sizeof shapes / sizeof *shapes };
