@@ -109,7 +109,7 @@ __global__ void combine_kernel(float *segment, const float *span, int count) {
 // ---- what the backward pass needs before its segments ----
 
 constexpr int
-    PARTS = 32,
+    PARTS = 64,
     EXTRA =
         ROWS; // shares of a lane's rows; values of `up` behind the last row that are read but not used
 
@@ -123,27 +123,42 @@ __global__ __launch_bounds__(256) void prepare_kernel(const memory_args a) {
               end = min(a.n_row, ((int)blockIdx.x + 1) * each);
     const uint4 none = {};
     float sum[8] = {};
-#pragma unroll 4
-    for (int r = (int)blockIdx.x * each + group; r < end; r += 16) {
-        const int64_t row = (int64_t)lane * a.n_row + r;
-        const bool before = r < a.first_chunk * CHUNK;
-        const int t = before ? -1 : a.read[r];
-        const float up = t < 0 ? 0.0f : a.e[(int64_t)lane * a.n_token + t];
-        uint4 *d = reinterpret_cast<uint4 *>(a.d_project + row * NP + column);
-        if (before || r >= a.n_row - a.delay) d[0] = none;
-        if (before) d[D / 8] = d[2 * D / 8] = none;
-        if (column == 0) {
-            a.up[row] = up;
-            if (before) a.difference[row] = 0, a.d_gate[row] = make_float2(0, 0);
-        }
-        if (t < 0) continue;
-        const uint4 y = *reinterpret_cast<const uint4 *>(a.head + row * D + column);
-        const uint32_t word[4] = {y.x, y.y, y.z, y.w};
+    constexpr int AT_ONCE = 4; // rows whose loads are under way together
+    for (int first = (int)blockIdx.x * each + group; first < end; first += 16 * AT_ONCE) {
+        const int64_t row = (int64_t)lane * a.n_row + first;
+        int t[AT_ONCE];
+        float up[AT_ONCE];
+        uint4 y[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 v = wide_pair(word[i]);
-            sum[2 * i] = fmaf(up, v.x, sum[2 * i]);
-            sum[2 * i + 1] = fmaf(up, v.y, sum[2 * i + 1]);
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int r = first + 16 * j;
+            t[j] = r < a.first_chunk * CHUNK || r >= end ? -1 : a.read[r];
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const uint4 *from =
+                reinterpret_cast<const uint4 *>(a.head + (row + 16 * j) * D + column);
+            y[j] = t[j] < 0 ? none : *from;
+            up[j] = t[j] < 0 ? 0.0f : a.e[(int64_t)lane * a.n_token + t[j]];
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const uint32_t word[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 v = wide_pair(word[i]);
+                sum[2 * i] = fmaf(up[j], v.x, sum[2 * i]);
+                sum[2 * i + 1] = fmaf(up[j], v.y, sum[2 * i + 1]);
+            }
+            const int r = first + 16 * j;
+            if (r >= end) continue;
+            const bool before = r < a.first_chunk * CHUNK;
+            uint4 *d = reinterpret_cast<uint4 *>(a.d_project + (row + 16 * j) * NP + column);
+            if (before || r >= a.n_row - a.delay) d[0] = none;
+            if (before) d[D / 8] = d[2 * D / 8] = none;
+            if (column != 0) continue;
+            a.up[row + 16 * j] = up[j];
+            if (before) a.difference[row + 16 * j] = 0, a.d_gate[row + 16 * j] = make_float2(0, 0);
         }
     }
     if (blockIdx.x == 0 && blockIdx.y == 0)

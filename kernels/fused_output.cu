@@ -174,8 +174,13 @@ __global__ __launch_bounds__(THREADS, 1) void output_kernel(const __grid_constan
         auto &now = s.chunk[slot];
         auto &turn = s.turn[slot];
         uint32_t weight[32];
-        float num[64];
+        float num[64], floor[2];
+        int token[2];
+        const int in_lane = again(chunk) * CHUNK + again(line);
         {
+            // Scalars of rows are asked for well ahead of their use here and below: they come from far.
+            const kv_chunk_lines &lines = lines_of(a, g, chunk);
+            const float ahead[2] = {lines.ahead[line], lines.ahead[line + 8]};
             barrier_wait(&s.q_full[team], i & 1);
             barrier_wait(&turn.full, i >> 1 & 1);
             {
@@ -197,8 +202,6 @@ __global__ __launch_bounds__(THREADS, 1) void output_kernel(const __grid_constan
                     snapshot(memory, s.chunk[slot ^ 1].memory);
                     publish(&s.turn[slot ^ 1].written);
                 }
-                const kv_chunk_lines &lines = lines_of(a, g, chunk);
-                const float ahead[2] = {lines.ahead[line], lines.ahead[line + 8]};
                 finish(x);
                 weigh<true>(x, ahead, turn.lines.back, nullptr, line, weight);
             }
@@ -209,14 +212,14 @@ __global__ __launch_bounds__(THREADS, 1) void output_kernel(const __grid_constan
             leave(&s.q_empty[team]); // behind the products, which wait for the operand
             float carried[2];
             load_carried(a, g, chunk, line, turn.lines.start, carried);
+            for (int r = 0; r < 2; r++) {
+                token[r] = a.read[in_lane + 8 * r];
+                floor[r] = lines.floor[line + 8 * r];
+            }
             finish(num);
             times_rows(num, carried[0], carried[1]);
         }
         multiply<1>(num, weight, now.v, true);
-        const int in_lane = again(chunk) * CHUNK + again(line);
-        const int token[2] = {a.read[in_lane], a.read[in_lane + 8]};
-        const kv_chunk_lines &lines = lines_of(a, g, chunk);
-        const float floor[2] = {lines.floor[line], lines.floor[line + 8]};
         finish(num);
         uint32_t slope[32];
         read_out(num, a, g.lane, in_lane, s.readout + threadIdx.x % 4 * 2, token, floor, slope);

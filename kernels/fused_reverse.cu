@@ -94,6 +94,9 @@ __global__ __launch_bounds__(THREADS, 1) void reverse_kernel(const __grid_consta
         uint32_t weight[32];
         {
             float dk[64];
+            // Asked for ahead of their use, here and below: they come from far.
+            const kv_chunk_lines &lines = lines_of(a, g, chunk);
+            const float back[2] = {lines.back[line], lines.back[line + 8]};
             barrier_wait(&s.full[slot], i >> 1 & 1);
             {
                 float x[64];
@@ -115,8 +118,6 @@ __global__ __launch_bounds__(THREADS, 1) void reverse_kernel(const __grid_consta
                     snapshot(memory, s.memory[slot ^ 1]);
                     publish(&s.written[slot ^ 1]);
                 }
-                const kv_chunk_lines &lines = lines_of(a, g, chunk);
-                const float back[2] = {lines.back[line], lines.back[line + 8]};
                 finish(x);
                 weigh<false>(x, back, at.ahead, at.up, line, weight);
             }
@@ -125,8 +126,9 @@ __global__ __launch_bounds__(THREADS, 1) void reverse_kernel(const __grid_consta
             load_operand(s.own[team], v);
             multiply<0>(dk, v, s.memory[slot], false);
             leave(&s.own_empty[team]); // behind the products, which wait for the operand
-            const kv_chunk_lines &lines = lines_of(a, g, chunk);
             const float fresh[2] = {lines.fresh[line], lines.fresh[line + 8]};
+            const int64_t row = row_of(a, g, chunk, line);
+            const float q_along[2] = {a.along[row], a.along[row + 8]};
             finish(dk);
             times_rows(dk, fresh[0], fresh[1]);
             multiply<1>(dk, weight, s.q[slot], true);
@@ -136,10 +138,10 @@ __global__ __launch_bounds__(THREADS, 1) void reverse_kernel(const __grid_consta
             dot_rows(dk, s.own[team], along);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const int64_t to = row_of(a, g, chunk, line) + 8 * r;
                 if (threadIdx.x % 4 != 0) continue;
-                a.difference[to] = (double)(a.up[to] * a.along[to]) - (double)along[r];
-                a.d_gate[to].x = along[r];
+                a.difference[row + 8 * r] =
+                    (double)(at.up[line + 8 * r] * q_along[r]) - (double)along[r];
+                a.d_gate[row + 8 * r].x = along[r];
             }
             store_rows(dk, true, true, a.d_project + row_of(a, g, chunk, line) * NP + D, NP);
             {
@@ -149,10 +151,10 @@ __global__ __launch_bounds__(THREADS, 1) void reverse_kernel(const __grid_consta
                 uint32_t k[32];
                 load_operand(s.own[team], k);
                 multiply<0>(x, k, s.q[slot], false);
-                const kv_chunk_lines &lines = lines_of(a, g, chunk);
-                const float back[2] = {lines.back[line], lines.back[line + 8]};
+                const kv_chunk_lines &again_lines = lines_of(a, g, chunk);
+                const float again_back[2] = {again_lines.back[line], again_lines.back[line + 8]};
                 finish(x);
-                weigh<false>(x, back, at.ahead, at.up, line, weight);
+                weigh<false>(x, again_back, at.ahead, at.up, line, weight);
             }
             float dv[64];
             uint32_t k[32];

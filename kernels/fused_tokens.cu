@@ -127,6 +127,7 @@ __global__ __launch_bounds__(ALL_THREADS,
     for (int i = team; i < work.count; i += 2, r.next(), r.next()) {
         const uint32_t slot = r.slot;
         const int row = a.first_row + (work.first + i) * ROWS + line;
+        const bool real0 = a.token[row] >= 0, real1 = a.token[row + 8] >= 0;
         barrier_wait(&s.full[slot], r.parity);
         const uint64_t xd = tile_k_major(s.x[slot]), wd = tile_k_major(s.w);
         float z0[64], z1[32];
@@ -138,7 +139,6 @@ __global__ __launch_bounds__(ALL_THREADS,
             mma<bf16, 64>::ss(z1, x, w + (128 * 128 >> 4), k > 0);
         }
         mma_commit();
-        const bool real0 = a.token[row] >= 0, real1 = a.token[row + 8] >= 0;
         mma_wait<0>();
         pin(z0);
         pin(z1);
