@@ -161,3 +161,15 @@ void kv_link(const char *folder, const char *link) {
     snprintf(temporary, sizeof temporary, "%s.%d", link, (int)getpid());
     if (symlink(folder + parent, temporary) == 0 && rename(temporary, link) != 0) unlink(temporary);
 }
+
+kv_status kv_temporary_file(const char *folder, char path[PATH_MAX], int *fd) {
+    const char *set = getenv("TMPDIR"), *where = folder ? folder : set && *set ? set : "/tmp";
+    if (snprintf(path, PATH_MAX, "%s/kvlab-XXXXXX", where) >= PATH_MAX)
+        return KV_FAIL(KV_E_CANTCREATE, "%s: the path is too long", where);
+    *fd = mkstemp(path);
+    if (*fd >= 0) return KV_OK;
+    return KV_FAIL(KV_E_CANTCREATE,
+                   "%s: no temporary file can be created there: %s; set TMPDIR to a folder where "
+                   "files can be written",
+                   where, strerror(errno));
+}

@@ -9,6 +9,9 @@
 
 kv_status kv_make_folders(const char *path); /* mkdir -p; KV_E_CANTCREATE */
 
+/* A new empty file of its own name in `folder`, or where TMPDIR says or in /tmp when that is NULL; open as *fd. KV_E_CANTCREATE */
+kv_status kv_temporary_file(const char *folder, char path[PATH_MAX], int *fd);
+
 /* A folder under construction beside `target`, moved there when complete. */
 typedef struct kv_staging {
     char target[PATH_MAX - 64], folder[PATH_MAX];

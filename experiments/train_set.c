@@ -21,14 +21,10 @@
 /* Memory behind an unlinked file: clean shutdown needs nothing, and pages can leave when memory is short. */
 static kv_status scratch_map(const char *folder, size_t bytes, void **out) {
     char path[PATH_MAX];
-    const char *where = folder ? folder : "/tmp";
+    int fd;
     kv_status st = folder ? kv_make_folders(folder) : KV_OK;
+    if (st == KV_OK) st = kv_temporary_file(folder, path, &fd);
     if (st != KV_OK) return st;
-    snprintf(path, sizeof path, "%s/kvlab-train-XXXXXX", where);
-    int fd = mkstemp(path);
-    if (fd < 0)
-        return KV_FAIL(KV_E_CANTCREATE, "cannot create a scratch file in %s: %s", where,
-                       strerror(errno));
     unlink(path);
     int failed = posix_fallocate(fd, 0, (off_t)bytes);
     *out = failed ? MAP_FAILED : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -36,7 +32,7 @@ static kv_status scratch_map(const char *folder, size_t bytes, void **out) {
     close(fd);
     if (*out != MAP_FAILED) return KV_OK;
     *out = NULL;
-    return KV_FAIL(KV_E_IO, "no room for %zu bytes of training inputs in %s: %s", bytes, where,
+    return KV_FAIL(KV_E_IO, "no room for %zu bytes of training inputs at %s: %s", bytes, path,
                    strerror(error));
 }
 

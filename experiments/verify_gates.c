@@ -6,6 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "experiments/files.h"
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
 #include "traces/dms_file.h"
@@ -213,7 +214,8 @@ static kv_status check_file(kv_verify *v, const char *name, kv_dms_spec spec, in
     const int32_t layer = 3, width[] = {2 * d, D_MODEL, 1};
     float *k = NULL, *value = NULL, *hidden = NULL, *param = NULL, *got = NULL, *want = NULL;
     kv_tensors weights = {0};
-    char path[] = "/tmp/kvlab-verify-XXXXXX";
+    char path[PATH_MAX];
+    int fd;
     int32_t shift[2] = {-1, -1};
     spec.n_input = width[spec.source];
     const size_t count = (size_t)(heads * kv_dms_param(&spec)),
@@ -227,8 +229,8 @@ static kv_status check_file(kv_verify *v, const char *name, kv_dms_spec spec, in
                     .scale = 1,
                     .layer_id = layer,
                     .n_layer = layer + 1};
-    const int fd = mkstemp(path);
-    if (fd < 0) return KV_FAIL(KV_E_CANTCREATE, "%s cannot be created", path);
+    st = kv_temporary_file(NULL, path, &fd);
+    if (st != KV_OK) return st;
     close(fd);
     kv_verify_case(v, "%s, from a file", name);
     KV_NEW(k, cells);

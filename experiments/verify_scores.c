@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "experiments/files.h"
 #include "reference/core/mem.h"
 #include "reference/core/rand.h"
 #include "reference/scorer.h"
@@ -234,11 +235,12 @@ static kv_status check_file(kv_verify *v, const shape *s, const char *policy) {
     problem p = {.span = {0}};
     kv_tensors weights = {0};
     float *theta = NULL;
-    char path[] = "/tmp/kvlab-verify-XXXXXX";
+    char path[PATH_MAX];
+    int fd;
     const int32_t layer = 0;
     const kv_run run = {.budget = 512, .sinks = 4, .window = s->spec.window};
-    const int fd = mkstemp(path);
-    if (fd < 0) return KV_FAIL(KV_E_CANTCREATE, "%s cannot be created", path);
+    st = kv_temporary_file(NULL, path, &fd);
+    if (st != KV_OK) return st;
     close(fd);
     KV_TRY(problem_make(s, &p));
     KV_NEW(theta, s->heads);
