@@ -38,8 +38,8 @@ struct kv_accuracy_bench {
 
 /* A row of logits. */
 typedef struct waiting {
-    int64_t token,
-        at; /* the token that it predicts; its place among the counted rows, negative: not counted */
+    /* the token that it predicts; its place among the counted rows, negative: not counted */
+    int64_t token, at;
     int32_t best;
     double lse, kl;
 } waiting;

@@ -24,8 +24,8 @@ typedef struct bench {
     kv_gpu_buffer *lse, *mass, *p, *t, *column, *o, *evict_at, *lse_long;
     int32_t n, repeats;
     double ceiling; /* TFLOP/s */
-    double causal, later, kept,
-        tiles; /* query-key pairs of all query heads: u >= t, u >= t + window, kept, visited by the plan */
+    /* query-key pairs of all query heads: u >= t, u >= t + window, kept, visited by the plan */
+    double causal, later, kept, tiles;
 } bench;
 
 static kv_status run_lse(bench *b) {

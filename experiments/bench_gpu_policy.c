@@ -24,8 +24,8 @@ typedef struct bench {
     kv_gpu_span *span;
     kv_gpu_buffer *uniform, *rising, *evict_at;
     kv_gpu_net *mlp, *mlstm; /* one layer: LAYER_HEADS lanes */
-    kv_gpu_buffer *x, *param, *grad,
-        *rhat; /* [LAYER_HEADS][n][2 D], parameters, their gradient, [LAYER_HEADS][n] */
+    /* [LAYER_HEADS][n][2 D], parameters, their gradient, [LAYER_HEADS][n] */
+    kv_gpu_buffer *x, *param, *grad, *rhat;
 } bench;
 
 static const kv_net_spec mlp_spec = {.n_input = 2 * D, .n_mlp = 256, .window = 256};

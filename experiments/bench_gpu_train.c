@@ -9,7 +9,7 @@
 #include "reference/core/rand.h"
 
 enum { HEADS = 32, KV_HEADS = 8, D = 128, EVERY = 4 }; /* of the soft mask: one layer */
-enum { LANES = 288, N_PARAM = 66304, BUDGET = 2048 }; /* N_PARAM: MLP of 256 on 256 */
+enum { LANES = 288, N_PARAM = 66304, BUDGET = 2048 };  /* N_PARAM: MLP of 256 on 256 */
 
 static const kv_run run = {.budget = BUDGET, .sinks = 4, .window = 256};
 static const kv_adamw adamw = {.rate = 3e-3, .beta1 = .9, .beta2 = .95, .eps = 1e-8};
@@ -48,8 +48,8 @@ typedef struct operation {
     const char *name;
     kv_status (*run)(bench *b);
     double token_bytes, param_bytes; /* that must pass through device memory */
-    double
-        products; /* of D numbers, of every pair of one of the queries that count and one of its keys */
+    /* of D numbers, of every pair of one of the queries that count and one of its keys */
+    double products;
 } operation;
 
 /* Pairs: target in, newcomer, worst kept and margin out. Loss: these and scores in, gradients out. */

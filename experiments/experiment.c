@@ -28,8 +28,8 @@ typedef struct work { /* state of one run */
     double *decoded;         /* [n_row] bytes of this layer's cache in its largest document */
     double **seconds;        /* [n_row] of the results */
     kv_params oracle_params; /* built-in defaults: KT is always the oracle of power 1 */
-    float *
-        score; /* [n_kv_head][n_token] scores recorded for this layer, NULL when no row uses them */
+    /* [n_kv_head][n_token] scores recorded for this layer, NULL when no row uses them */
+    float *score;
     double *delta; /* [n_kv_head] */
     kv_progress progress;
     double done;
@@ -39,8 +39,8 @@ typedef struct place { /* one document of one layer */
     kv_span span;
     kv_dense dense;
     const uint8_t *kind; /* [n_token] or NULL */
-    int32_t **
-        oracle; /* [n_row] KT's evict_at, shared by the rows of one budget; owned by the first of them */
+    /* [n_row] KT's evict_at, shared by the rows of one budget; owned by the first of them */
+    int32_t **oracle;
     int32_t *evict_at, *own; /* [n_kv_head][stride] */
     float *priority;         /* [n_kv_head][stride] of the policy at work */
 } place;

@@ -15,15 +15,15 @@ typedef struct kv_row_result {
     kv_metrics_result metrics; /* all zero for an accuracy-only run */
     kv_decisions decisions;    /* learned policies: against their own target */
     double seconds;            /* replay, masked attention, metrics, decoding of this row */
-    double
-        cache_bytes_allocated; /* by decoding: sum over layers, each at its largest document; 0: not decoded */
+    /* by decoding: sum over layers, each at its largest document; 0: not decoded */
+    double cache_bytes_allocated;
     int32_t *evict_at; /* [n_layer][n_kv_head][n_token], only on request; absolute positions */
 } kv_row_result;
 
 typedef struct kv_experiment {
     kv_trace *trace;
-    kv_layer_reader
-        *reader; /* its layers, from the first on; NULL: they are read when their turn comes */
+    /* its layers, from the first on; NULL: they are read when their turn comes */
+    kv_layer_reader *reader;
     const kv_plan *plan;
     const kv_ops *ops;
     const char *cache_folder;    /* of dense results, NULL: none */

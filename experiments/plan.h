@@ -18,8 +18,8 @@ typedef struct kv_row { /* one policy at one budget */
     kv_params params;
     char variant[KV_VARIANT_MAX];
     kv_run run; /* budget included */
-    const kv_weights
-        *weights; /* learned policies; NULL otherwise, or when the trace itself holds the gate */
+    /* learned policies; NULL otherwise, or when the trace itself holds the gate */
+    const kv_weights *weights;
 } kv_row;
 
 typedef struct kv_plan {

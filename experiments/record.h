@@ -10,8 +10,8 @@
 
 typedef struct kv_record_options {
     const char *model_dir;
-    const char *corpus,
-        *tokens;    /* exactly one: name of a built-in corpus; token file (token_file.h) */
+    /* exactly one: name of a built-in corpus; token file (token_file.h) */
+    const char *corpus, *tokens;
     int32_t length; /* tokens; 0: 16384 of a corpus, all of a file */
     uint64_t seed;  /* of the corpus */
     const char *output;

@@ -27,9 +27,9 @@ struct kv_ahead {
     int32_t first, n_layer; /* layers at hand */
     size_t n_unit, most;
     unit *unit;
-    int32_t *
-        *evict_at; /* [KV_AHEAD_LAYERS][n_row] arrays [n_kv_head][n_token], NULL for other rows */
-    bool *failed;  /* [KV_AHEAD_LAYERS][n_row] */
+    /* [KV_AHEAD_LAYERS][n_row] arrays [n_kv_head][n_token], NULL for other rows */
+    int32_t **evict_at;
+    bool *failed; /* [KV_AHEAD_LAYERS][n_row] */
 };
 
 static bool has_rule(const kv_row *row) {

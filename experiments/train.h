@@ -34,8 +34,8 @@ typedef struct kv_train_job {
     kv_params params;
     kv_run run;
     kv_train_set set;
-    kv_train_plan
-        plan; /* filled in by the learner except n_trace, seed, identity, checkpoint, held_out, force */
+    /* filled in by the learner except n_trace, seed, identity, checkpoint, held_out, force */
+    kv_train_plan plan;
     kv_train_report *report;
     char checkpoint[4096 + 16];
 } kv_train_job;
@@ -43,8 +43,8 @@ typedef struct kv_train_job {
 /* What can be trained. */
 typedef struct kv_learner {
     const char *policy;
-    const kv_param
-        *params; /* settings of its training; `held_out` names a trace for early stopping */
+    /* settings of its training; `held_out` names a trace for early stopping */
+    const kv_param *params;
     kv_status (*paper)(kv_params *params); /* the paper's own settings (paper=1); NULL: none */
     kv_status (*train)(const struct kv_learner *learner,
                        kv_train_job *job); /* loads, trains, writes job->report->output */

@@ -19,8 +19,8 @@ typedef struct kv_train_state {
 } kv_train_state;
 
 typedef struct kv_train_figures { /* of one minibatch, means over lanes */
-    double loss, right,
-        keep; /* right, keep: share of decisions; NAN where the objective has none */
+    /* right, keep: share of decisions; NAN where the objective has none */
+    double loss, right, keep;
 } kv_train_figures;
 
 typedef struct kv_train_objective {
@@ -44,8 +44,8 @@ typedef struct kv_train_plan {
     uint64_t seed;
     int32_t n_trace;  /* traces to learn from: one per step, a fresh order in every epoch */
     int32_t held_out; /* index of the trace that checks are made on, -1: none */
-    int64_t check,
-        patience; /* steps between checks; checks without a better loss before the end, 0: never */
+    /* steps between checks; checks without a better loss before the end, 0: never */
+    int64_t check, patience;
     const char *checkpoint; /* path */
     char identity[33];      /* of everything that decides the numbers */
     bool force;             /* start over, whatever the checkpoint says */

@@ -12,8 +12,8 @@ typedef struct kv_train_need {
     const kv_run *run;
     bool target; /* future-attention target r, as follows */
     double power;
-    bool mean,
-        sparse; /* group mean instead of max; normaliser over the keys that the target itself would keep at the run's budget */
+    /* group mean instead of max; normaliser over the keys that the target itself would keep at the run's budget */
+    bool mean, sparse;
     double log_gamma;         /* decay of that selection */
     bool hidden;              /* hidden states */
     bool queries;             /* q too */

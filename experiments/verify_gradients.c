@@ -95,8 +95,8 @@ enum { SHAPES = sizeof shapes / sizeof *shapes };
 typedef struct problem {
     kv_net_layout layout;
     int64_t doc_first[8];
-    float *param, *x, *hidden,
-        *e; /* [lanes][n_param], [lanes or groups][n][n_input], [groups][n][n_hidden], [lanes][n] */
+    /* [lanes][n_param], [lanes or groups][n][n_input], [groups][n][n_hidden], [lanes][n] */
+    float *param, *x, *hidden, *e;
     float *rhat, *grad, *want, *wanted; /* [lanes][n], [lanes][n_param], of the CPU */
 } problem;
 

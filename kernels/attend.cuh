@@ -12,8 +12,8 @@
 namespace attend {
 
 constexpr float LIFT = 7.0f, SLACK = 8.0f; // binary exponents
-constexpr float LIMIT =
-    0x1p15f; // of a thread's sum over a row of a tile: half precision ends at 2^16
+// of a thread's sum over a row of a tile: half precision ends at 2^16
+constexpr float LIMIT = 0x1p15f;
 
 struct attend_args {
     int n_token, n_q_head, n_kv_head, n_block, head_dim_out, sinks, window;
@@ -52,8 +52,8 @@ __device__ __forceinline__ key_list keys_of(const attend_args &a, int kv, int bl
 }
 
 struct attend_row {
-    float shift,
-        fade; // fade: what sums and output are multiplied with before the next tile joins them
+    // fade: what sums and output are multiplied with before the next tile joins them
+    float shift, fade;
     float near, far;
 };
 

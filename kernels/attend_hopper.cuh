@@ -150,8 +150,8 @@ __global__ __launch_bounds__(384, 1) void attend_hopper(const __grid_constant__ 
             float o0[D / 2] = {}, o1[D / 2] = {};
             const bool first = team - 1 < m.heads, second = team + 1 < m.heads;
             float x[TILE / 2];
-            uint32_t p[EXACT ? 1 : 2][TILE / 4],
-                rest[EXACT ? TILE / 4 : 1]; // of each head, or of one
+            // of each head, or of one
+            uint32_t p[EXACT ? 1 : 2][TILE / 4], rest[EXACT ? TILE / 4 : 1];
             auto zone_of_tile = [&](int j) {
                 if (keys.mixed(j * TILE, (j + 1) * TILE)) return KV_MIXED;
                 return (j + 1) * TILE <= keys.far ? KV_FAR : KV_NEAR;

@@ -58,8 +58,8 @@ void kv_gpu_blas_warm(kv_gpu *g) {
 
 kv_status kv_gpu_matmul_ceiling(kv_gpu *g, int32_t n, double *tflop_per_s) {
     const kv_blas *blas;
-    kv_gpu_span *a =
-        nullptr; // n rows of 128 columns for n/128 heads: random data of the right size
+    // n rows of 128 columns for n/128 heads: random data of the right size
+    kv_gpu_span *a = nullptr;
     kv_scratch c;
     std::vector<float> ms(9);
     const float one = 1.0f, zero = 0.0f;

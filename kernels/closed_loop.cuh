@@ -21,8 +21,8 @@ struct layout { // byte offsets; the slot arrays lie in shared memory or in scra
 struct loop_args {
     const void *q, *k; // [n_q_head][n_token][D], [n_kv_head][n_token][D]
     int32_t *evict_at; // [n_kv_head][n_token]
-    const int32_t
-        *forced;   // [n_set][n_token] position that leaves after query u; null: the least A leaves
+    // [n_set][n_token] position that leaves after query u; null: the least A leaves
+    const int32_t *forced;
     float *gap;    // [n_set][n_token] (A of the forced - least A) / A of the forced
     int *failed;   // a set whose statistic is not a number
     char *scratch; // slot arrays of every block; null: shared memory

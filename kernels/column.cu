@@ -23,8 +23,8 @@ struct column_args {
     int n_token, n_padded, n_q_head, n_kv_head, window;
     float unit; // raw logit -> binary exponent, times the power in SUM
     float power, scale, softcap;
-    const float *
-        norm; // [n_q_head][n_padded] minus the normaliser as binary exponent (times the power in SUM), -inf behind the end
+    // [n_q_head][n_padded] minus the normaliser as binary exponent (times the power in SUM), -inf behind the end
+    const float *norm;
     float *top; // [n_q_head][n_token] largest log2 p: written by MAXIMUM, read by SHIFTED
     double *column;
     int *next;

@@ -108,10 +108,8 @@ __global__ void combine_kernel(float *segment, const float *span, int count) {
 
 // ---- what the backward pass needs before its segments ----
 
-constexpr int
-    PARTS = 64,
-    EXTRA =
-        ROWS; // shares of a lane's rows; values of `up` behind the last row that are read but not used
+constexpr int PARTS = 64;   // shares of a lane's rows
+constexpr int EXTRA = ROWS; // values of `up` behind the last row that are read but not used
 
 // e of every row that is read, the readout's gradient, the sum over rows of e silu(h), in parts, and zeros in rows that no segment
 // writes: before the tokens, and for queries at the end, where nothing reads for a token any more. A thread has 8 of 128 columns.

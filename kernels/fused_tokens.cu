@@ -12,12 +12,12 @@ constexpr int COLUMNS = 192;     // projections of a block: half of the three ti
 constexpr int ALL_THREADS = 512; // four warpgroups
 
 struct token_args {
-    const float
-        *gate_w; // [2][NI] of each lane, lanes n_param apart; null: gates read something else
+    // [2][NI] of each lane, lanes n_param apart; null: gates read something else
+    const float *gate_w;
     const int32_t *token;
     const float2 *d_gate;
-    const float *
-        up; // [lane][row] gradient at the score that the row reads; the query's row lies `delay` before
+    // [lane][row] gradient at the score that the row reads; the query's row lies `delay` before
+    const float *up;
     bf16 *project;
     float2 *pre;
     float *partial;

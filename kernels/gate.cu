@@ -15,8 +15,8 @@ struct kv_gpu_gates {
     int64_t n_param, n_net; // of one lane, with and without the bias
     kv_gpu_net *net;        // NULL: linear
     kv_gpu_buffer *x;       // float [n_lane or n_lane/group][n][n_input]
-    kv_gpu_buffer *packed,
-        *d_packed;             // float [n_lane][n_net], parameters without the bias, their gradient
+    // float [n_lane][n_net], parameters without the bias, their gradient
+    kv_gpu_buffer *packed, *d_packed;
     kv_gpu_buffer *alpha;      // double [n_lane][n]
     kv_gpu_buffer *e, *scaled; // float [n_lane][n], dL/dlogit, and times the scale
 

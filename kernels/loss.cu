@@ -21,8 +21,8 @@ struct kv_gpu_boundary {
     std::vector<int32_t> query;      // [n_pair] within their documents
     std::vector<int32_t> pair_first; // [n_doc + 1]
     kv_gpu_buffer *target;           // float [n_lane][n_token]
-    kv_gpu_buffer *query_there, *log_gamma,
-        *pair; // [n_pair], double [n_lane], kv_pair [n_lane][n_pair]
+    // [n_pair], double [n_lane], kv_pair [n_lane][n_pair]
+    kv_gpu_buffer *query_there, *log_gamma, *pair;
     kv_gpu_buffer *priority, *rank, *at, *evict_at, *tau; // of one document, [n_lane][its tokens]
     kv_gpu_buffer *slope;               // double [n_lane][n_pair], dL/dDelta of each pair
     kv_gpu_buffer *by_fresh, *by_bound; // double [n_lane][n_token], sums of slopes

@@ -10,8 +10,8 @@ namespace {
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 
 struct dot_args {
-    const float *z, *bias,
-        *w; // [n_head][n_token][width]; [width] of each head, heads n_param apart
+    // [n_head][n_token][width]; [width] of each head, heads n_param apart
+    const float *z, *bias, *w;
     float *rhat;
     int64_t n_param, rows; // rows = n_head * n_token
     int n_token, width;

@@ -25,8 +25,8 @@ struct memory_args {
     float *state;         // [n_head][n_chunk][n_key][n_augmented]
     float *rhat;          // [n_head][n_token]
     int64_t n_param;
-    int n_token, n_chunk, n_key, n_value, n_augmented,
-        delay; // n_augmented: n_value, and the normaliser without a norm
+    // n_augmented: n_value, and the normaliser without a norm
+    int n_token, n_chunk, n_key, n_value, n_augmented, delay;
     bool norm, add;
 };
 
@@ -41,8 +41,8 @@ __global__ void feature_kernel(float *z, const float *bias, int64_t n_param, int
 }
 
 struct gate_args {
-    const float
-        *x; // [n_token][width] of each head, heads x_head apart; two parts as in kv_scorer_source
+    // [n_token][width] of each head, heads x_head apart; two parts as in kv_scorer_source
+    const float *x;
     kv_scorer_source source;
     const float *w, *bias_i, *bias_f; // w [width][2]
     double2 *gate;

@@ -15,8 +15,8 @@ using portable::COLUMNS;
 using portable::ROWS;
 using portable::THREADS;
 
-constexpr float LIFT =
-    7.0f; // binary exponent that probabilities carry, so that half precision keeps the small ones
+// binary exponent that probabilities carry, so that half precision keeps the small ones
+constexpr float LIFT = 7.0f;
 
 struct soft_args {
     int n, n_token, n_q_head, n_kv_head, first, window, from, every, dim_out;

@@ -27,20 +27,20 @@ typedef struct kv_span {
     int32_t n_q_head, n_kv_head, head_dim;
     const float *q;     /* [n_q_head][stride][head_dim] */
     const float *k, *v; /* [n_kv_head][stride][head_dim] */
-    const float *
-        hidden; /* [n_token][d_model], residual stream entering the layer; NULL when not recorded */
+    /* [n_token][d_model], residual stream entering the layer; NULL when not recorded */
+    const float *hidden;
     int32_t d_model;
     const float *gate;       /* [n_kv_head][stride], recorded DMS logits; NULL when not recorded */
     const int32_t *position; /* [n_token] RoPE positions; NULL: 0..n_token-1 */
-    const double
-        *inv_freq; /* [head_dim/2] RoPE frequencies (rotate-half pairs c, c+d/2); NULL: unknown */
-    float scale,
-        softcap;      /* logit = scale * q.k, then softcap * tanh(logit / softcap) if softcap > 0 */
-    int32_t layer_id; /* the model's layer number */
+    /* [head_dim/2] RoPE frequencies (rotate-half pairs c, c+d/2); NULL: unknown */
+    const double *inv_freq;
+    /* logit = scale * q.k, then softcap * tanh(logit / softcap) if softcap > 0 */
+    float scale, softcap;
+    int32_t layer_id;    /* the model's layer number */
     int32_t layer_index; /* index of the layer in the trace */
     int32_t n_layer;     /* layers of the model, as far as known (>= layer_index + 1) */
-    int32_t request,
-        document;  /* addresses of the random policy: request index, document index within it */
+    /* addresses of the random policy: request index, document index within it */
+    int32_t request, document;
     int64_t first; /* absolute index of the document's first token among all tokens of the trace */
     struct kv_held *held; /* what a device keeps of this span (kv_ops.hold), or NULL */
 } kv_span;
@@ -59,8 +59,8 @@ typedef enum kv_reduce { KV_REDUCE_MEAN, KV_REDUCE_MAX, KV_REDUCE_SUM } kv_reduc
  * A[t] = decay * A[t] + x (a new key starts at 0); if more than budget keys are held the least A among t <= u - protect_recent
  * leaves (evict_at = u+1), among equal A the largest t. tova: decay 0; h2o, cumulative: decay 1. */
 typedef struct kv_attention_rule {
-    bool
-        per_layer; /* one set for all KV heads (reduce over all query heads) instead of one per KV head */
+    /* one set for all KV heads (reduce over all query heads) instead of one per KV head */
+    bool per_layer;
     kv_reduce reduce;
     double decay;
     int32_t protect_recent; /* newest keys, u included, that may not leave */
@@ -76,8 +76,8 @@ typedef struct kv_policy_input {
     const kv_run *run;
     const kv_params *params;
     const struct kv_tensors *weights; /* learned policies; NULL otherwise */
-    const struct kv_dense
-        *dense; /* dense results already known for this span, or NULL: compute them through ops */
+    /* dense results already known for this span, or NULL: compute them through ops */
+    const struct kv_dense *dense;
     const struct kv_ops *ops;
     const float *trace_score; /* [n_kv_head][stride], recorded score/<policy>; NULL: not recorded */
     const double *trace_delta; /* [n_kv_head], its decay 1 - gamma */

@@ -17,8 +17,8 @@ typedef struct kv_dense_request {
         [KV_DENSE_POWERS]; /* of the future mass (maths.md 2.6); INFINITY: maximum over u instead of the mean */
     bool want_output; /* the attention output o */
     bool want_events; /* long mass and largest long-range probability of each query */
-    const float *
-        lse; /* [n_q_head][stride] normaliser of the column sums (sparse LSE, maths.md 2.4); NULL: dense */
+    /* [n_q_head][stride] normaliser of the column sums (sparse LSE, maths.md 2.4); NULL: dense */
+    const float *lse;
 } kv_dense_request;
 
 /* Dense results of a span. Every array [n_q_head][stride] (query heads in order), owned by this struct, NULL if not asked for. */
@@ -42,20 +42,20 @@ void kv_dense_free(kv_dense *d);
 typedef struct kv_masked_request {
     const int32_t *evict_at; /* [n_kv_head][stride] */
     int32_t sinks, window;   /* region of long_mass */
-    bool
-        rerotate; /* pos=cache of streaming (contract.md 2): key i of the kept list rotated by i, query by count-1 */
+    /* pos=cache of streaming (contract.md 2): key i of the kept list rotated by i, query by count-1 */
+    bool rerotate;
     bool want_output, want_long;
     float *o; /* receives the output, [n_q_head][stride][head_dim]; NULL: a new array does */
 } kv_masked_request;
 
 typedef struct kv_masked {
     float *o; /* [n_q_head][stride][head_dim] or NULL */
-    float
-        *lse; /* [n_q_head][stride] over the visible keys; with rerotate of the re-rotated logits */
-    float *
-        lse_long; /* [n_q_head][stride] over visible keys in E(u), -INFINITY if none; or NULL. Original rotation. */
-    float *
-        lse_orig; /* only with rerotate: lse of the original logits (retained mass uses it); else NULL */
+    /* [n_q_head][stride] over the visible keys; with rerotate of the re-rotated logits */
+    float *lse;
+    /* [n_q_head][stride] over visible keys in E(u), -INFINITY if none; or NULL. Original rotation. */
+    float *lse_long;
+    /* only with rerotate: lse of the original logits (retained mass uses it); else NULL */
+    float *lse_orig;
 } kv_masked;
 
 kv_status kv_masked_compute(const kv_span *span, const kv_masked_request *request, kv_masked *out);

@@ -20,8 +20,8 @@ enum { WALK_BLOCKS = 8 };
 typedef struct gather {
     kv_block block;
     int32_t n_live, *live; /* [n_token] keys that some query of the block sees, in order of time */
-    int32_t *order,
-        *leaves; /* [n_token] the same, those that all queries see first; their evict_at */
+    /* [n_token] the same, those that all queries see first; their evict_at */
+    int32_t *order, *leaves;
     int32_t *birth, *death; /* [KV_CHUNK_KEYS] of the chunk */
     float *keys, *values;   /* packed chunk */
     kv_turns turns;         /* rerotate only, as the next two */

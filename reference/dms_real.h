@@ -6,8 +6,8 @@ typedef struct NAME(kv_dms_head) {
     int32_t n, dim, window;
     const REAL *q, *k, *v; /* [n] rows of dim elements, this far apart: */
     int64_t q_stride, kv_stride;
-    double scale,
-        softcap; /* logit = scale * q.k, then softcap * tanh(logit / softcap) if softcap > 0 */
+    /* logit = scale * q.k, then softcap * tanh(logit / softcap) if softcap > 0 */
+    double scale, softcap;
     const REAL *log_keep; /* [n] log(1 - alpha) */
 } NAME(kv_dms_head);
 

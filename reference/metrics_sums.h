@@ -22,8 +22,8 @@ typedef struct kv_query_sums {
 } kv_query_sums;
 
 typedef struct kv_layer_sums {
-    int64_t
-        counted; /* queries; this and the next two are counted by kv_metrics_add, not by measure */
+    /* queries; this and the next two are counted by kv_metrics_add, not by measure */
+    int64_t counted;
     int64_t decided; /* those that come with evict_at; 0 for a bound without a cache */
     bool has_own;
     int64_t kind_common[KV_KINDS], kind_all[KV_KINDS]; /* |KT n KS n kind|, |KT n kind| */

@@ -20,8 +20,8 @@ typedef struct chunk {
 
 struct NAME(kv_net_tape) {
     int64_t n_token;
-    int32_t chunk, n_chunk,
-        n_augmented; /* n_augmented: n_value, and the normaliser's 1 without a norm */
+    /* n_augmented: n_value, and the normaliser's 1 without a norm */
+    int32_t chunk, n_chunk, n_augmented;
     chunk *list;
     REAL *mlp;         /* [n_token][n_mlp] before silu */
     REAL *feature, *f; /* [n_token][n_feature] before and after silu */

@@ -80,8 +80,8 @@ static float *naive_logits(const kv_model *model, const kv_row *row) {
     return run.logits;
 }
 
-static int32_t
-    expected; /* the likeliest next token that neither ends a problem nor starts an answer */
+/* the likeliest next token that neither ends a problem nor starts an answer */
+static int32_t expected;
 
 static kv_status write_next(void *context, int32_t first, int32_t n, const float *logits) {
     (void)context, (void)first;

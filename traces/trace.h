@@ -25,8 +25,8 @@ typedef struct kv_trace_info {
     const int32_t *token;         /* [n_token] */
     const int32_t *position;      /* [n_token] */
     const uint8_t *kind, *scored; /* [n_token], NULL when the trace has none */
-    const char *const *
-        kind_name; /* [n_kind_name] names of kinds (contract.md 4, or flag_meanings of the first request; others are renumbered) */
+    /* [n_kind_name] names of kinds (contract.md 4, or flag_meanings of the first request; others are renumbered) */
+    const char *const *kind_name;
     int32_t n_kind_name;
     kv_dtype type; /* storage of q, k, v */
     bool has_hidden, has_gate, has_lse;
@@ -44,10 +44,10 @@ const kv_trace_info *kv_trace_get(const kv_trace *trace);
 
 /* The tensors of one layer over all tokens; spans of its documents point into it. */
 typedef struct kv_trace_layer {
-    float *q, *k,
-        *v; /* [n_q_head | n_kv_head][n_token][head_dim], fp32, finite (KV_E_DATA otherwise) */
-    float *hidden, *gate,
-        *lse; /* [n_token][d_model], [n_kv_head][n_token], [n_q_head][n_token]; NULL when absent */
+    /* [n_q_head | n_kv_head][n_token][head_dim], fp32, finite (KV_E_DATA otherwise) */
+    float *q, *k, *v;
+    /* [n_token][d_model], [n_kv_head][n_token], [n_q_head][n_token]; NULL when absent */
+    float *hidden, *gate, *lse;
     int64_t n_token;
 } kv_trace_layer;
 

@@ -16,9 +16,9 @@ typedef struct job {
     float *out;
     size_t size, bytes; /* of an element, of a whole decoded chunk */
     bool shuffled, deflated, summed;
-    int64_t low[DIMS], grid[DIMS],
-        n_chunk; /* first chunk index and number of chunks by dimension */
-    size_t *at;  /* [n_chunk + 1] where a stored chunk begins in raw */
+    /* first chunk index and number of chunks by dimension */
+    int64_t low[DIMS], grid[DIMS], n_chunk;
+    size_t *at; /* [n_chunk + 1] where a stored chunk begins in raw */
     uint8_t *raw;
 } job;
 

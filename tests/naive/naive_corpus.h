@@ -8,10 +8,10 @@ typedef struct naive_corpus_stats {
     int64_t problem, step, wrong, branch, adopted, branch_length[4]; /* branch_length[1..3] */
     int64_t branch_chance;       /* listed steps before which a branch was possible */
     int64_t filler, filler_slot; /* words; places where filler may stand */
-    int64_t later_operand,
-        own_operand; /* of branch steps after the first; naming the same branch */
-    int64_t open_operand,
-        live_operand; /* not of the own branch, with an adopted name at hand; naming one */
+    /* of branch steps after the first; naming the same branch */
+    int64_t later_operand, own_operand;
+    /* not of the own branch, with an adopted name at hand; naming one */
+    int64_t open_operand, live_operand;
     int64_t operation[3];
     int32_t fewest_equation, most_equation, fewest_premise, most_premise; /* complete statements */
     int32_t most_name; /* names used by a problem */
