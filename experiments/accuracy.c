@@ -47,7 +47,8 @@ typedef struct waiting {
 /* One run over all documents. */
 typedef struct walk {
     kv_accuracy_bench *bench;
-    const kv_row *row; /* NULL: the full run, which fills the bench */
+    const kv_row *row;           /* NULL: the full run, which fills the bench */
+    const kv_recorded *recorded; /* NULL: the row does not read the recording */
     int32_t document;
     int64_t first;    /* of the document */
     int64_t next;     /* counted rows seen so far */
@@ -199,11 +200,18 @@ out:
     return st;
 }
 
-/* Index of a model layer in the trace; the layer itself when the trace lacks it. */
+/* Index of a model layer in the trace; -1 when the trace lacks it. */
 static int32_t index_in_trace(const kv_trace_info *t, int32_t layer) {
     for (int32_t i = 0; i < t->n_layer; i++)
         if (t->layer_id[i] == layer) return i;
-    return layer;
+    return -1;
+}
+
+bool kv_accuracy_covers_model(const kv_accuracy_bench *b) {
+    bool all = b->trace->n_kv_head == b->model->config.n_kv_head;
+    for (int32_t layer = 0; layer < b->model->config.n_layer; layer++)
+        all = all && index_in_trace(b->trace, layer) >= 0;
+    return all;
 }
 
 static bool evicts(const kv_span *s, const int32_t *evict_at) {
@@ -219,8 +227,10 @@ static kv_status attend(void *context, const kv_span *given, float *o) {
     const kv_trace_info *trace = w->bench->trace;
     kv_status st = KV_OK;
     int32_t *evict_at = NULL; /* [n_kv_head][stride] */
+    float *gate = NULL, *score = NULL;
     kv_masked masked = {0};
     kv_span span = *given;
+    const kv_recorded *recorded = w->recorded;
     span.layer_index = index_in_trace(trace, span.layer_id);
     span.request = trace->doc_request[w->document];
     span.document = trace->doc_in_request[w->document];
@@ -229,11 +239,16 @@ static kv_status attend(void *context, const kv_span *given, float *o) {
     kv_progress_update(&w->progress, w->done);
     if (!w->row) return ops->attend(&span, o, NULL);
     KV_NEW(evict_at, span.n_kv_head * span.stride);
-    const kv_policy_input input = {.span = &span,
-                                   .run = &w->row->run,
-                                   .params = &w->row->params,
-                                   .weights = w->row->weights ? &w->row->weights->tensors : NULL,
-                                   .ops = ops};
+    if (recorded) KV_TRY(kv_recorded_cut(recorded, trace, &span, &gate, &score));
+    span.gate = gate;
+    const kv_policy_input input = {
+        .span = &span,
+        .run = &w->row->run,
+        .params = &w->row->params,
+        .weights = w->row->weights ? &w->row->weights->tensors : NULL,
+        .trace_score = score,
+        .trace_delta = score ? recorded->delta + span.layer_index * span.n_kv_head : NULL,
+        .ops = ops};
     KV_TRY(kv_replay(w->row->policy, &input, evict_at));
     const kv_masked_request request = {.evict_at = evict_at,
                                        .sinks = w->row->run.sinks,
@@ -250,6 +265,8 @@ static kv_status attend(void *context, const kv_span *given, float *o) {
 out:
     kv_masked_free(&masked);
     free(evict_at);
+    free(gate);
+    free(score);
     return st;
 }
 
@@ -277,11 +294,12 @@ static void sum_up(const walk *w, kv_accuracy *out) {
     };
 }
 
-static kv_status walk_documents(kv_accuracy_bench *bench, const kv_row *row, kv_accuracy *out) {
+static kv_status walk_documents(kv_accuracy_bench *bench, const kv_row *row,
+                                const kv_recorded *recorded, kv_accuracy *out) {
     const kv_trace_info *t = bench->trace;
     kv_status st = KV_OK;
     double start = kv_now();
-    walk w = {.bench = bench, .row = row};
+    walk w = {.bench = bench, .row = row, .recorded = recorded};
     char title[64];
     snprintf(title, sizeof title, "accuracy %s", row ? row->policy->name : "full");
     kv_progress_begin(&w.progress, title, (double)t->n_document * bench->model->config.n_layer);
@@ -351,7 +369,7 @@ static kv_status run_full(kv_accuracy_bench *b, const char *folder) {
     KV_NEW(b->lse, b->n_row);
     KV_NEW(b->logits, rows * (size_t)b->model->config.vocab);
     KV_NEW(full, 1);
-    KV_TRY(walk_documents(b, NULL, &b->full));
+    KV_TRY(walk_documents(b, NULL, NULL, &b->full));
     *full = b->full;
     kv_cache_store(folder, &c);
 out:
@@ -391,10 +409,12 @@ void kv_accuracy_close(kv_accuracy_bench *b) {
     free(b);
 }
 
-kv_status kv_accuracy_run(kv_accuracy_bench *bench, const kv_row *row, kv_accuracy *out) {
-    bool known = bench->trace->scored &&
-                 (!row || !(row->policy->no_evict_at || (row->policy->learned && !row->weights)));
+kv_status kv_accuracy_run(kv_accuracy_bench *bench, const kv_row *row, const kv_recorded *recorded,
+                          kv_accuracy *out) {
+    const bool reads = row && kv_row_reads_recording(row);
+    const bool known = bench->trace->scored && !(row && row->policy->no_evict_at) &&
+                       (!reads || (recorded && kv_accuracy_covers_model(bench)));
     *out = known ? bench->full : undefined;
     if (!known || !row || row->policy == kv_policy_find("full")) return KV_OK;
-    return walk_documents(bench, row, out);
+    return walk_documents(bench, row, reads ? recorded : NULL, out);
 }

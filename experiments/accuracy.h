@@ -5,7 +5,7 @@
 #ifndef KV_EXPERIMENTS_ACCURACY_H
 #define KV_EXPERIMENTS_ACCURACY_H
 
-#include "experiments/plan.h"
+#include "experiments/recorded.h"
 #include "reference/ops.h"
 
 /* Shares over counted tokens (x-1 > S/4) of their kind, S the length of the token's own document; NAN where there is none. */
@@ -30,8 +30,12 @@ kv_status kv_accuracy_open_cached(const kv_model *model, const kv_trace_info *tr
                                   const kv_ops *ops, const char *folder, kv_accuracy_bench **out);
 void kv_accuracy_close(kv_accuracy_bench *bench); /* NULL is legal */
 
-/* One policy at one budget; NULL is the full run. All NAN where accuracy has no meaning: bounds without a cache (oracle_step), and
- * learned policies without weights, whose recorded gate or scores belong to the recorded run alone. */
-kv_status kv_accuracy_run(kv_accuracy_bench *bench, const kv_row *row, kv_accuracy *out);
+/* Whether the trace holds every layer of the model: rows that read the recording decide nowhere else. */
+bool kv_accuracy_covers_model(const kv_accuracy_bench *bench);
+
+/* One policy at one budget; NULL is the full run. `recorded`: of a row that reads the recording. All NAN where accuracy has no meaning:
+ * bounds without a cache (oracle_step), and rows that read the recording when it is not given or does not cover the model. */
+kv_status kv_accuracy_run(kv_accuracy_bench *bench, const kv_row *row, const kv_recorded *recorded,
+                          kv_accuracy *out);
 
 #endif

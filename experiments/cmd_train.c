@@ -131,8 +131,8 @@ kv_status kv_cmd_train(int argc, char **argv) {
     if (!a.train.policy || !a.train.budget)
         KV_RAISE(KV_E_USAGE, "train needs --policy and --budget; see kvlab train --help");
     KV_TRY(number("--seed", a.seed, INT64_MAX, &seed));
-    KV_TRY(number("--sinks", a.sinks, INT32_MAX, &sinks));
-    KV_TRY(number("--window", a.window, INT32_MAX, &window));
+    KV_TRY(number("--sinks", a.sinks, KV_MOST_ENTRIES, &sinks));
+    KV_TRY(number("--window", a.window, KV_MOST_ENTRIES, &window));
     a.train.seed = (uint64_t)seed;
     a.train.sinks = (int32_t)sinks;
     a.train.window = (int32_t)window;

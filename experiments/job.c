@@ -193,10 +193,22 @@ out:
 static kv_status run_model(run *r, kv_accuracy *accuracy) {
     kv_status st = KV_OK;
     kv_accuracy_bench *bench = NULL;
+    kv_recorded recorded = {0};
     KV_TRY(kv_accuracy_open_cached(r->model, r->info, r->ops, cache_folder, &bench));
-    for (size_t i = 0; i < r->plan.n_row; i++)
-        KV_TRY(kv_accuracy_run(bench, &r->plan.row[i], &accuracy[i]));
+    for (size_t i = 0; i < r->plan.n_row; i++) {
+        const kv_row *row = &r->plan.row[i];
+        const bool reads = kv_row_reads_recording(row) && r->info->scored;
+        if (reads && !kv_accuracy_covers_model(bench))
+            kv_log(KV_LOG_WARN, job_name[r->job],
+                   "%s decides by what was recorded, and %s lacks layers of the model: no accuracy",
+                   row->policy->name, r->info->path);
+        else if (reads)
+            KV_TRY(kv_recorded_read(r->trace, row, &recorded));
+        KV_TRY(kv_accuracy_run(bench, row, reads ? &recorded : NULL, &accuracy[i]));
+        kv_recorded_free(&recorded);
+    }
 out:
+    kv_recorded_free(&recorded);
     kv_accuracy_close(bench);
     return st;
 }

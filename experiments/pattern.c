@@ -36,8 +36,8 @@ struct kv_pattern {
     int32_t document;          /* the pictured one */
     int32_t from[RANGES], end; /* its tokens [from, end) */
     int64_t n_token[RANGES][KINDS];
-    int64_t n_short; /* tokens t <= S-w-1 of all documents */
-    tally *row;      /* [n_row] */
+    int64_t n_short, n_far; /* tokens t <= S-w-1 of all documents; those of them with t >= s */
+    tally *row;             /* [n_row] */
 };
 
 static void release(kv_pattern *p) {
@@ -48,6 +48,11 @@ static void release(kv_pattern *p) {
     free(p);
 }
 
+/* First token of a document that counts in evict_ratio. */
+static int32_t ratio_from(const kv_row *row) {
+    return row->policy->kind == KV_PRIORITY ? row->run.sinks : 0;
+}
+
 /* Which tokens are looked at; sinks and window are the same in every row. */
 static void choose_tokens(kv_pattern *p) {
     const kv_trace_info *t = p->trace;
@@ -56,6 +61,7 @@ static void choose_tokens(kv_pattern *p) {
     for (int32_t doc = 0; doc < t->n_document; doc++) {
         int64_t n = t->doc_first[doc + 1] - t->doc_first[doc];
         if (n > window) p->n_short += n - window;
+        if (n - window > sinks) p->n_far += n - window - sinks;
         if (n <= longest) continue;
         longest = n;
         p->document = doc;
@@ -104,12 +110,12 @@ static void add_pictured(kv_pattern *p, tally *row, int32_t token, bool gone) {
 
 void kv_pattern_add(kv_pattern *p, size_t row, const kv_span *span, const int32_t *evict_at) {
     tally *r = &p->row[row];
-    const int32_t window = p->plan->row[row].run.window;
+    const int32_t window = p->plan->row[row].run.window, from = ratio_from(&p->plan->row[row]);
     const bool pictured = span->first == p->trace->doc_first[p->document];
     for (int32_t h = 0; h < span->n_kv_head; h++)
         for (int32_t t = 0; t < span->n_token - window; t++) {
             const bool gone = evict_at[h * span->stride + t] < span->n_token;
-            r->evicted[h] += gone;
+            r->evicted[h] += gone && t >= from;
             if (pictured && t >= p->from[ALL]) add_pictured(p, r, t, gone);
         }
 }
@@ -138,9 +144,10 @@ static void write_row(kv_pattern *p, size_t i, int32_t layer_id) {
         fprintf(f, ",%d\n", p->row[i].kept[x - p->from[LAST]]);
     }
     f = p->file[RATIO];
-    for (int32_t h = 0; h < t->n_kv_head && p->n_short > 0; h++) {
+    const int64_t of = ratio_from(row) > 0 ? p->n_far : p->n_short;
+    for (int32_t h = 0; h < t->n_kv_head && of > 0; h++) {
         put_key(f, row);
-        fprintf(f, "%d,%d,%.6g\n", layer_id, h, (double)p->row[i].evicted[h] / (double)p->n_short);
+        fprintf(f, "%d,%d,%.6g\n", layer_id, h, (double)p->row[i].evicted[h] / (double)of);
     }
 }
 

@@ -7,7 +7,8 @@
  *                    share of the cells (token, layer, KV head) evicted by the last query, for one kind of token and (base_rate) for
  *                    all kinds; tokens: `last` those of pattern.csv, `all` every t = s … S-w-1 of that document
  *   evict_ratio.csv  policy,variant,budget,layer,kv_head,evict_ratio
- *                    share of the tokens t <= S-w-1 evicted by the last query, documents pooled: 0 dense, 1 the window alone
+ *                    share of the tokens t <= S-w-1 evicted by the last query, documents pooled: 0 dense, 1 the window alone;
+ *                    of priority policies t >= s only, for they always keep the sinks
  *
  * Without token kinds in the trace `kind` is empty and evict_kind.csv has no rows. */
 #ifndef KV_EXPERIMENTS_PATTERN_H

@@ -22,9 +22,9 @@ kv_status kv_budget_parse(const char *text, int32_t longest, int32_t *out) {
         text[0] == '-' || text[0] == '+')
         return KV_FAIL(KV_E_USAGE, "--budget: '%s': %s", text, rule);
     if (!fraction) {
-        if (kv_parse_int(text, 1, INT32_MAX - 1, &count) != KV_OK)
-            return KV_FAIL(KV_E_USAGE, "--budget: '%s' is outside [1, %d]: %s", text, INT32_MAX - 1,
-                           rule);
+        if (kv_parse_int(text, 1, KV_MOST_ENTRIES, &count) != KV_OK)
+            return KV_FAIL(KV_E_USAGE, "--budget: '%s' is outside [1, %d]: %s", text,
+                           KV_MOST_ENTRIES, rule);
         *out = (int32_t)count;
         return KV_OK;
     }

@@ -126,7 +126,7 @@ static kv_status check_fit(const kv_tensors *t, const kv_row *row, const kv_trac
     for (int32_t l = 0; st == KV_OK && l < trace->n_layer; l++)
         st = check_layer(t, trace->layer_id[l], trace);
     if (st != KV_OK) return st;
-    if (count_layers(t) != trace->n_model_layer)
+    if (count_layers(t) != trace->n_model_layer && !trace->depth_is_guess)
         return KV_FAIL(KV_E_DATA, "%s: weights for %d layers, the model of %s has %d", t->path,
                        count_layers(t), trace->path, trace->n_model_layer);
     return KV_OK;

@@ -51,14 +51,15 @@ static json_t *params_of(const kv_params *p, const kv_weights *weights) {
 }
 
 static json_t *by_kind(const kv_trace_info *trace, const kv_metrics_result *m) {
-    bool any = false;
+    bool any = false, seen[KV_KINDS] = {false};
     for (int32_t kind = 0; kind < KV_KINDS; kind++) any |= isfinite(m->recall_by_kind[kind]);
     if (!trace->kind || !any) return json_null();
+    for (int64_t t = 0; t < trace->n_token; t++) seen[trace->kind[t]] = true;
     json_t *o = json_object();
     for (int32_t kind = 0; kind < KV_KINDS; kind++) {
         char number[16];
         bool named = kind < trace->n_kind_name;
-        if (!named && !isfinite(m->recall_by_kind[kind])) continue;
+        if (!named && !seen[kind]) continue;
         snprintf(number, sizeof number, "%d", kind);
         /* a name that is no UTF-8, or not the only one of its kind, cannot be a key */
         if (!named || json_object_get(o, trace->kind_name[kind]) ||

@@ -165,7 +165,7 @@ if rows metrics.csv "$budget" 4 4 recall_own; then
     draw recall_heads "$@"
 fi
 if rows evict_ratio.csv "$budget" 3 && awk -F, '$1 in seen && $4 != seen[$1] { ragged = 1; exit } { seen[$1] = $4 } END { exit !ragged }' "$temporary"; then
-    script=heads extra="$common; heading='Evicted at the end by layer and KV head, budget '.budget; axis='evicted (share of the tokens older than the window)'"
+    script=heads extra="$common; heading='Evicted at the end by layer and KV head, budget '.budget; axis='evicted (share of the tokens that may leave)'"
     draw evict_ratio "$@"
 fi
 script=""

@@ -17,6 +17,8 @@
 #include "reference/core/status.h"
 
 #define KV_NEVER INT32_MAX
+/* Budgets, sinks and windows are at most this, so that a sum of two, or of one and a position, is still an int32. */
+enum { KV_MOST_ENTRIES = 1 << 30 };
 
 /* One document of one layer: a window on the recorded tensors. Head h, token t of the document lies at
  * q + ((size_t)h * stride + t) * head_dim; the arrays [head][token] (gate, evict_at, scores) use the same stride. Query head i
@@ -38,7 +40,7 @@ typedef struct kv_span {
     float scale, softcap;
     int32_t layer_id;    /* the model's layer number */
     int32_t layer_index; /* index of the layer in the trace */
-    int32_t n_layer;     /* layers of the model, as far as known (>= layer_index + 1) */
+    int32_t n_layer;     /* layers of the model; 0: unknown */
     /* addresses of the random policy: request index, document index within it */
     int32_t request, document;
     int64_t first; /* absolute index of the document's first token among all tokens of the trace */

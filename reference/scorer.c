@@ -50,7 +50,7 @@ static kv_status check_file(const kv_policy_input *input, const char *policy) {
     int32_t known = input->span->n_layer;
     for (int32_t i = 0; i < set->n_tensor; i++) {
         int layer = -1;
-        if (sscanf(set->tensor[i].name, "layers.%d.", &layer) == 1 && layer >= known)
+        if (sscanf(set->tensor[i].name, "layers.%d.", &layer) == 1 && known > 0 && layer >= known)
             return KV_FAIL(KV_E_DATA,
                            "%s: holds layer %d, but the model has %d layers: weights of another "
                            "model",

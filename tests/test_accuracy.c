@@ -31,6 +31,7 @@ static kv_trace_info trace;
 
 typedef struct naive_run {
     const kv_row *row; /* NULL: full */
+    const kv_recorded *recorded;
     int32_t doc;
     float *logits; /* [n_token][vocab] */
 } naive_run;
@@ -45,8 +46,18 @@ static kv_status naive_attend(void *context, const kv_span *given, float *o) {
     span.first = doc_first[run->doc];
     for (int64_t i = 0; i < cells; i++) evict_at[i] = run->row ? 0 : KV_NEVER;
     if (run->row) {
-        const kv_policy_input input = {
+        kv_policy_input input = {
             .span = &span, .run = &run->row->run, .params = &run->row->params, .ops = &kv_ops_cpu};
+        const kv_recorded *r = run->recorded;
+        float mine[2 * N_TOKEN]; /* the document's part, at the stride of the span */
+        for (int64_t h = 0; r && h < 2; h++)
+            for (int64_t t = 0; t < span.n_token; t++)
+                mine[h * span.stride + t] =
+                    (r->gate ? r->gate
+                             : r->score)[span.layer_id][h * N_TOKEN + doc_first[run->doc] + t];
+        if (r && r->gate) span.gate = mine;
+        if (r && r->score)
+            input.trace_score = mine, input.trace_delta = r->delta + 2 * span.layer_id;
         cr_assert_eq(kv_replay(run->row->policy, &input, evict_at), KV_OK, "%s",
                      kv_error_message());
     }
@@ -69,8 +80,9 @@ static kv_status keep(void *context, int32_t first, int32_t n, const float *logi
     return KV_OK;
 }
 
-static float *naive_logits(const kv_model *model, const kv_row *row) {
-    naive_run run = {.row = row, .logits = malloc(N_TOKEN * VOCAB * sizeof(float))};
+static float *naive_logits(const kv_model *model, const kv_row *row, const kv_recorded *recorded) {
+    naive_run run = {
+        .row = row, .recorded = recorded, .logits = malloc(N_TOKEN * VOCAB * sizeof(float))};
     const kv_model_hooks hooks = {.context = &run, .attend = naive_attend, .logits = keep};
     for (run.doc = 0; run.doc < N_DOC; run.doc++)
         cr_assert_eq(
@@ -184,11 +196,11 @@ Test(accuracy, every_kind_of_policy_against_the_written_out_run) {
              {"streaming", NULL, NULL, 95}};
     kv_model *model = write_text();
     kv_accuracy_bench *bench = NULL;
-    float *full = naive_logits(model, NULL);
+    float *full = naive_logits(model, NULL, NULL);
     kv_accuracy got, want;
     cr_assert_eq(kv_accuracy_open(model, &trace, &kv_ops_cpu, &bench), KV_OK, "%s",
                  kv_error_message());
-    cr_assert_eq(kv_accuracy_run(bench, NULL, &got), KV_OK);
+    cr_assert_eq(kv_accuracy_run(bench, NULL, NULL, &got), KV_OK);
     want = naive_accuracy(full, full, VOCAB, token, scored, doc_first, N_DOC);
     expect_equal("full", &got, &want);
     cr_expect(got.agreement == 1.0 && got.kl == 0.0, "full agrees with itself: %g %g",
@@ -201,12 +213,13 @@ Test(accuracy, every_kind_of_policy_against_the_written_out_run) {
         snprintf(name, sizeof name, "%s b%d %s", c[i].policy, c[i].budget,
                  c[i].value ? c[i].value : "");
         kv_row row = make_row(c[i].policy, c[i].key, c[i].value, c[i].budget);
-        float *logits = naive_logits(model, &row);
+        float *logits = naive_logits(model, &row, NULL);
         kv_accuracy again;
         kv_threads_set(1);
-        cr_assert_eq(kv_accuracy_run(bench, &row, &got), KV_OK, "%s: %s", name, kv_error_message());
+        cr_assert_eq(kv_accuracy_run(bench, &row, NULL, &got), KV_OK, "%s: %s", name,
+                     kv_error_message());
         kv_threads_set(3);
-        cr_assert_eq(kv_accuracy_run(bench, &row, &again), KV_OK);
+        cr_assert_eq(kv_accuracy_run(bench, &row, NULL, &again), KV_OK);
         kv_threads_set(0);
         want = naive_accuracy(full, logits, VOCAB, token, scored, doc_first, N_DOC);
         expect_equal(name, &got, &want);
@@ -215,6 +228,47 @@ Test(accuracy, every_kind_of_policy_against_the_written_out_run) {
         cr_expect_eq(memcmp(&got, &again, sizeof got), 0, "case=%s: 1 and 3 threads", name);
         free(logits);
         kv_params_free(&row.params);
+    }
+    free(full);
+    kv_accuracy_close(bench);
+    kv_model_free(model);
+}
+
+/* Gates and scores of the recording decide in the model's run as they do in the replay, where the trace has all layers. */
+Test(accuracy, recorded_gates_and_scores_against_the_written_out_run) {
+    static float value[3][2 * N_TOKEN];
+    float *layer[3] = {value[0], value[1], value[2]};
+    double delta[6];
+    kv_model *model = write_text();
+    kv_accuracy_bench *bench = NULL;
+    float *full = naive_logits(model, NULL, NULL);
+    kv_rng rng = kv_rng_make(5, 0);
+    for (int l = 0; l < 3; l++)
+        for (int i = 0; i < 2 * N_TOKEN; i++) value[l][i] = (float)(kv_rng_below(&rng, 1000)) - 400;
+    for (int i = 0; i < 6; i++) delta[i] = 1e-3 * (i + 1);
+    cr_assert_eq(kv_accuracy_open(model, &trace, &kv_ops_cpu, &bench), KV_OK);
+    const struct {
+        kv_row row;
+        kv_recorded recorded;
+    } c[] = {
+        {make_row("dms", NULL, NULL, 20), {.n_layer = 3, .gate = layer}},
+        {make_row("dms", "shift", "0", 20), {.n_layer = 3, .gate = layer}},
+        {make_row("kvpop", "scores", "trace", 20), {.n_layer = 3, .score = layer, .delta = delta}}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        kv_accuracy got, want;
+        kv_params params = c[i].row.params;
+        float *logits = naive_logits(model, &c[i].row, &c[i].recorded);
+        cr_assert_eq(kv_accuracy_run(bench, &c[i].row, &c[i].recorded, &got), KV_OK, "%s",
+                     kv_error_message());
+        want = naive_accuracy(full, logits, VOCAB, token, scored, doc_first, N_DOC);
+        expect_equal(c[i].row.policy->name, &got, &want);
+        cr_expect(got.kl > 1e-4, "case=%zu evicts something: kl %g", i, got.kl);
+        trace.n_layer = 2;
+        cr_assert_eq(kv_accuracy_run(bench, &c[i].row, &c[i].recorded, &got), KV_OK);
+        cr_expect(isnan(got.recall) && got.n_scored == 0, "case=%zu: a layer is missing", i);
+        trace.n_layer = 3;
+        free(logits);
+        kv_params_free(&params);
     }
     free(full);
     kv_accuracy_close(bench);
@@ -230,27 +284,27 @@ Test(accuracy, runs_without_a_meaning) {
     static const char *const none[] = {"oracle_step", "dms", "kvpop", "kvpop_mlp"};
     for (size_t i = 0; i < sizeof none / sizeof *none; i++) {
         kv_row row = make_row(none[i], NULL, NULL, 20);
-        cr_assert_eq(kv_accuracy_run(bench, &row, &got), KV_OK, "%s: %s", none[i],
+        cr_assert_eq(kv_accuracy_run(bench, &row, NULL, &got), KV_OK, "%s: %s", none[i],
                      kv_error_message());
         cr_expect(isnan(got.recall) && isnan(got.kl) && got.n_scored == 0, "case=%s", none[i]);
         kv_params_free(&row.params);
     }
     /* Nothing leaves a cache as large as the document: the very same bytes as the full run. */
     kv_row all = make_row("h2o", NULL, NULL, 100), full = make_row("full", NULL, NULL, 20);
-    cr_assert_eq(kv_accuracy_run(bench, &all, &got), KV_OK);
+    cr_assert_eq(kv_accuracy_run(bench, &all, NULL, &got), KV_OK);
     cr_expect(got.agreement == 1.0 && got.kl == 0.0, "B = S: kl %g", got.kl);
-    cr_assert_eq(kv_accuracy_run(bench, &full, &got), KV_OK);
+    cr_assert_eq(kv_accuracy_run(bench, &full, NULL, &got), KV_OK);
     cr_expect(got.agreement == 1.0 && got.kl == 0.0, "full: kl %g", got.kl);
     kv_params_free(&all.params);
     kv_params_free(&full.params);
     kv_row low = make_row("streaming", NULL, NULL, 5); /* below sinks + window */
-    cr_expect_eq(kv_accuracy_run(bench, &low, &got), KV_E_USAGE);
+    cr_expect_eq(kv_accuracy_run(bench, &low, NULL, &got), KV_E_USAGE);
     kv_params_free(&low.params);
     kv_accuracy_close(bench);
 
     trace.scored = NULL;
     cr_assert_eq(kv_accuracy_open(model, &trace, &kv_ops_cpu, &bench), KV_OK);
-    cr_assert_eq(kv_accuracy_run(bench, NULL, &got), KV_OK);
+    cr_assert_eq(kv_accuracy_run(bench, NULL, NULL, &got), KV_OK);
     cr_expect(isnan(got.recall) && isnan(got.agreement), "a trace without `scored`");
     kv_accuracy_close(bench);
     trace.scored = scored;

@@ -117,6 +117,7 @@ static const struct {
     {RUN "--trace t.h5 --policy full --budget +32", 64, "+32"},
     {RUN "--trace t.h5 --policy full --budget 32,", 64, "--budget"},
     {RUN "--trace t.h5 --policy full --budget 99999999999", 64, "--budget"},
+    {RUN "--trace t.h5 --policy full --budget 1073741825", 64, "1073741824"},
     {RUN "--trace t.h5 --policy full --budget nan", 64, "nan"},
     {RUN "--trace t.h5 --policy full --budget 0x20", 64, "0x20"},
     {RUN "--trace t.h5 --policy full --budget 0.05", 64, "--budget"},

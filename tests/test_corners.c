@@ -123,6 +123,38 @@ Test(corners, every_kind_has_a_key) {
     json_decref(s);
 }
 
+/* The last token is never far, so nothing of its kind can be kept or missed. */
+Test(corners, a_kind_without_far_tokens_is_null) {
+    cr_assert_eq(mutate(at("t.h5"), &(mutation){.kind = WRITE,
+                                                .object = "/requests/r00000/kind",
+                                                .index = FX_TOKEN - 1,
+                                                .number = 200}),
+                 0);
+    kv_said said = kv_run_command(RUN "--policy streaming --budget 24 --output a");
+    cr_assert_eq(said.code, 0, "%s", said.err);
+    json_t *s = kv_load_json("a/summary.json");
+    const json_t *kinds =
+        json_object_get(json_array_get(json_object_get(s, "results"), 0), "recall_by_kind");
+    cr_expect_eq(json_object_size(kinds), 8);
+    cr_expect(json_is_null(json_object_get(kinds, "200")));
+    cr_expect(json_is_number(json_object_get(kinds, "filler")));
+    json_decref(s);
+}
+
+Test(corners, the_largest_window_and_budget) {
+    static const char *const policy[] = {"h2o", "tova", "oracle", "streaming:pos=cache", "random"};
+    for (size_t i = 0; i < sizeof policy / sizeof *policy; i++) {
+        char command[256];
+        snprintf(
+            command, sizeof command,
+            "experiment --trace t.h5 --sinks 0 --window 1073741824 --budget 1073741824 --policy "
+            "%s --output a --force",
+            policy[i]);
+        const kv_said said = kv_run_command(command);
+        cr_expect_eq(said.code, 0, "%s: %d, %s", policy[i], said.code, said.err);
+    }
+}
+
 Test(corners, requests_are_brought_to_one_numbering_of_kinds) {
     static const char *const standard[] = {"special",   "value",  "scratch", "name",
                                            "structure", "filler", "equation"};

@@ -91,7 +91,7 @@ static void check_pattern(const world *w, const char *folder, int32_t sinks, int
             int gone = 0, n = 0;
             for (int doc = 0; doc < 3; doc++) {
                 const int64_t end = w->doc_first[doc + 1], from = w->doc_first[doc];
-                for (int64_t i = from; i < end - window; i++, n++)
+                for (int64_t i = from + sinks; i < end - window; i++, n++) /* a priority policy */
                     gone += w->evict_at[l][h][i] <= end - from - 1;
             }
             snprintf(key, sizeof key, "streaming,,16,%d,%d", w->layer_id[l], h);

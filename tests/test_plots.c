@@ -333,7 +333,7 @@ Test(plots, pictures) {
         {"evict_ratio.svg",
          5,
          {"Evicted at the end by layer and KV head, budget 16", "layer",
-          "evicted (share of the tokens older than the window)", "h2o", "oracle:power=2"}},
+          "evicted (share of the tokens that may leave)", "h2o", "oracle:power=2"}},
         /* 2 panels of cells and 3 kinds */
         {"pattern.svg",
          8,

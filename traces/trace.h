@@ -13,6 +13,8 @@ typedef struct kv_trace_info {
     char content_hash[33];                        /* recorded content_xxh3, "" when absent */
     int32_t n_layer, n_q_head, n_kv_head, head_dim, d_model;
     int32_t n_model_layer; /* layers of the model, or n_layer when unknown */
+    /* /model n_layer cannot be the model's depth, as a layer has a higher id: n_model_layer is the least that it may be */
+    bool depth_is_guess;
     double rope_theta, softmax_scale, logit_softcap;
     const double *inv_freq;  /* [head_dim/2], from /model/inv_freq or rope_theta */
     const int32_t *layer_id; /* [n_layer] */
@@ -55,6 +57,8 @@ typedef struct kv_trace_layer {
 kv_status kv_trace_read_layer(kv_trace *trace, int32_t layer, bool want_hidden,
                               kv_trace_layer *out);
 void kv_trace_layer_free(kv_trace_layer *l);
+/* The recorded gates of one layer alone, as in kv_trace_layer: *out [n_kv_head][n_token], owned; NULL when absent. */
+kv_status kv_trace_read_gate(kv_trace *trace, int32_t layer, float **out);
 /* The span of document `doc` in a layer that was read. */
 void kv_trace_span(const kv_trace *trace, const kv_trace_layer *l, int32_t layer, int32_t doc,
                    kv_span *out);

@@ -167,6 +167,11 @@ out:
     return st;
 }
 
+kv_status kv_trace_read_gate(kv_trace *t, int32_t layer, float **out) {
+    *out = NULL;
+    return t->info.has_gate ? gather(t, layer, KV_ITEM_GATE, true, out) : KV_OK;
+}
+
 kv_status kv_trace_read_layer(kv_trace *t, int32_t layer, bool want_hidden, kv_trace_layer *out) {
     kv_status st = KV_OK;
     *out = (kv_trace_layer){.n_token = t->info.n_token};
@@ -178,7 +183,7 @@ kv_status kv_trace_read_layer(kv_trace *t, int32_t layer, bool want_hidden, kv_t
     KV_TRY(gather(t, layer, KV_ITEM_V, true, &out->v));
     if (want_hidden && t->info.has_hidden)
         KV_TRY(gather(t, layer, KV_ITEM_HIDDEN, false, &out->hidden));
-    if (t->info.has_gate) KV_TRY(gather(t, layer, KV_ITEM_GATE, true, &out->gate));
+    KV_TRY(kv_trace_read_gate(t, layer, &out->gate));
     if (t->info.has_lse) KV_TRY(gather(t, layer, KV_ITEM_LSE, true, &out->lse));
 out:
     if (st != KV_OK) kv_trace_layer_free(out);
@@ -214,7 +219,7 @@ void kv_trace_span(const kv_trace *t, const kv_trace_layer *l, int32_t layer, in
         .softcap = (float)info->logit_softcap,
         .layer_id = info->layer_id[layer],
         .layer_index = layer,
-        .n_layer = info->n_model_layer,
+        .n_layer = info->depth_is_guess ? 0 : info->n_model_layer,
         .request = info->doc_request[doc],
         .document = info->doc_in_request[doc],
         .first = first,

@@ -203,7 +203,9 @@ static kv_status load_model(kv_trace *t) {
                 "ascending order",
                 t->path, (long long)x[i], i);
         t->layer_id[i] = (int32_t)x[i];
-        if (t->layer_id[i] >= info->n_model_layer) info->n_model_layer = t->layer_id[i] + 1;
+        if (t->layer_id[i] < info->n_model_layer) continue;
+        info->n_model_layer = t->layer_id[i] + 1;
+        info->depth_is_guess = true;
     }
     info->layer_id = t->layer_id;
     KV_NEW(t->inv_freq, half);
