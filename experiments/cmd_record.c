@@ -5,6 +5,7 @@
 #include "experiments/cli.h"
 #include "experiments/record.h"
 #include "reference/core/param.h"
+#include "traces/trace.h"
 
 enum {
     KEY_MODEL = 0x100,
@@ -84,7 +85,7 @@ kv_status kv_cmd_record(int argc, char **argv) {
     arguments a = {.seed = "1", .dtype = "auto", .device = "cpu"};
     long long length = 0, seed;
     KV_TRY(kv_cli_parse(&argp, argc, argv, &a));
-    if (a.length) st = kv_parse_int(a.length, 1, INT32_MAX, &length);
+    if (a.length) st = kv_parse_int(a.length, 1, KV_MOST_TOKENS, &length);
     if (st != KV_OK) return kv_error_context(st, "--length");
     st = kv_parse_int(a.seed, 0, INT64_MAX, &seed);
     if (st != KV_OK) return kv_error_context(st, "--seed");

@@ -19,6 +19,7 @@ enum {
     KEY_SINKS,
     KEY_WINDOW,
     KEY_FORCE,
+    KEY_DRY_RUN,
 };
 
 static const struct argp_option options[] = {
@@ -39,6 +40,7 @@ static const struct argp_option options[] = {
     {"device", KEY_DEVICE, "cpu|gpu", 0, "Where to compute (default cpu)", 3},
     {"force", KEY_FORCE, NULL, 0,
      "Replace other weights and start over; take reasoning traces whose seed is unknown", 3},
+    {"dry-run", KEY_DRY_RUN, NULL, 0, "Check policy, budget and settings, and stop", 3},
     {0},
 };
 
@@ -71,6 +73,7 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
     case KEY_SINKS: a->sinks = arg; return 0;
     case KEY_WINDOW: a->window = arg; return 0;
     case KEY_FORCE: a->train.force = true; return 0;
+    case KEY_DRY_RUN: a->train.dry_run = true; return 0;
     default: return ARGP_ERR_UNKNOWN;
     }
 }
@@ -140,7 +143,7 @@ kv_status kv_cmd_train(int argc, char **argv) {
     a.train.set = a.set;
     KV_TRY(kv_cli_device(a.device, &a.train.ops));
     KV_TRY(kv_train(&a.train, &report));
-    printf("%s%s\n", report.text, report.output);
+    if (!a.train.dry_run) printf("%s%s\n", report.text, report.output);
 out:
     free(a.trace);
     free(a.set);

@@ -73,12 +73,14 @@ TRAIN_SETS    = $(foreach s,$(wordlist 2,99,$(TRAIN_SHIPPED)),--set $(TRAIN_POLI
 TRAIN_TRACES ?= $(or $(firstword $(TRAIN_SHIPPED)),10)
 # A recording on the CPU keeps every core busy; one on the GPU keeps neither it nor the cores busy for long.
 RECORD_JOBS   = $(if $(filter gpu,$(DEVICE)),$(shell echo $$(($(JOBS) < 4 ? $(JOBS) : 4))),1)
+TRAIN_ARGS    = --policy $(call quote,$(TRAIN_POLICY)) --budget $(call quote,$(BUDGET)) --device $(call quote,$(DEVICE)) \
+                $(TRAIN_SETS) $(SETS) $(if $(OUTPUT),--output $(call quote,$(OUTPUT)))
 #: make train POLICY= BUDGET= [TRAIN_TRACES= SET= DEVICE= OUTPUT=]
 #:                                         train the weights of a learned policy, recording the traces it needs
 train: build
-	@./kvlab policies -q $(call quote,$(TRAIN_POLICY))
+	@./kvlab train --dry-run $(TRAIN_ARGS)
 	@+$(MAKE) -s --no-print-directory -j$(RECORD_JOBS) $(TRAIN_FILES)
-	@./kvlab train --policy $(call quote,$(TRAIN_POLICY)) --budget $(call quote,$(BUDGET)) --device $(call quote,$(DEVICE)) $(TRAIN_SETS) $(SETS) $(if $(OUTPUT),--output $(call quote,$(OUTPUT))) --trace $(TRAIN_FILES)
+	@./kvlab train $(TRAIN_ARGS) --trace $(TRAIN_FILES)
 
 #: make weights                            train everything that policies/weights ships; what is there is kept
 weights: build

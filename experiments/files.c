@@ -11,6 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "traces/output.h"
+
 kv_status kv_make_folders(const char *path) {
     char part[PATH_MAX];
     snprintf(part, sizeof part, "%s", path);
@@ -84,6 +86,11 @@ static kv_status check_target(const char *target) {
         if (errno == ENOENT) return KV_OK;
         return KV_FAIL(KV_E_CANTCREATE, "cannot write results to %s: %s", target, strerror(errno));
     }
+    if (S_ISLNK(info.st_mode)) /* the exchange would replace the link, not the folder */
+        return KV_FAIL(KV_E_CANTCREATE,
+                       "cannot write results to %s: it is a symbolic link; name the folder that it "
+                       "points to",
+                       target);
     if (is_result(target)) return check_strangers(target);
     if (S_ISDIR(info.st_mode) && rmdir(target) == 0) return KV_OK;
     return KV_FAIL(KV_E_CANTCREATE,
@@ -95,6 +102,7 @@ static kv_status check_target(const char *target) {
 /* Process ids come again, above all in containers, and a killed run leaves its folder: hence the number. */
 static kv_status make_temporary(kv_staging *s) {
     enum { TRIES = 1000 };
+    kv_output_sweep(s->target, ".tmp-", "-", remove_tree);
     for (int i = 0; i < TRIES; i++) {
         snprintf(s->folder, sizeof s->folder, "%s.tmp-%d-%d", s->target, (int)getpid(), i);
         if (mkdir(s->folder, 0777) == 0) return KV_OK;

@@ -162,6 +162,18 @@ static void check_layers(kv_trace *trace, verdict *v) {
                 (long long)lse.n, lse.largest, lse.allowed);
 }
 
+static bool in_all_requests(const kv_trace *trace, const char *score) {
+    bool all = true;
+    for (int32_t r = 0; r < trace->desc.n_request; r++) {
+        const kv_found_request *q = &trace->desc.request[r];
+        bool found = false;
+        for (int32_t i = 0; i < q->n_score; i++)
+            found = found || strcmp(strrchr(q->score[i].path, '/') + 1, score) == 0;
+        all = all && found;
+    }
+    return all;
+}
+
 static void check_scores(kv_trace *trace, verdict *v) {
     const kv_trace_info *info = kv_trace_get(trace);
     const kv_found_request *r = &trace->desc.request[0];
@@ -169,6 +181,10 @@ static void check_scores(kv_trace *trace, verdict *v) {
     for (int32_t i = 0; score && i < r->n_score; i++) {
         const char *name = strrchr(r->score[i].path, '/') + 1;
         kv_status st = KV_OK;
+        if (!in_all_requests(trace, name)) {
+            fprintf(v->out, "score      %s is not in all requests; it cannot be used\n", name);
+            continue;
+        }
         for (int32_t l = 0; l < info->n_layer && st == KV_OK; l++)
             st = kv_trace_read_score(trace, name, l, score, NULL);
         if (st != KV_OK)

@@ -5,8 +5,9 @@
 
 static void print_model(const kv_trace_info *i, FILE *out) {
     fprintf(out,
-            "model      %d of %d layers, %d query heads, %d KV heads, head size %d, d_model %d\n",
-            i->n_layer, i->n_model_layer, i->n_q_head, i->n_kv_head, i->head_dim, i->d_model);
+            "model      %d of %s%d layers, %d query heads, %d KV heads, head size %d, d_model %d\n",
+            i->n_layer, i->depth_is_guess ? "at least " : "", i->n_model_layer, i->n_q_head,
+            i->n_kv_head, i->head_dim, i->d_model);
     fprintf(out, "attention  RoPE theta %g, softmax scale %g, softcap ", i->rope_theta,
             i->softmax_scale);
     if (i->logit_softcap > 0)

@@ -45,15 +45,22 @@ static kv_status require(const kv_config *c, const char *key, const char *option
     return KV_FAIL(KV_E_USAGE, "--%s is missing (see --help)", option);
 }
 
-static void default_folder(run *r) {
+static kv_status default_folder(run *r) {
     char hex[33];
     const char *base = strrchr(r->info->path, '/'), *name = kv_config_text(r->config, "name");
+    if (strchr(name, '/') || name[0] == '.' || !strcmp(name, "latest") || !strcmp(name, "cache"))
+        return KV_FAIL(KV_E_USAGE,
+                       "--name: '%s' cannot be a folder below results/: expected a name without "
+                       "'/', not starting with '.', and neither latest nor cache; use --output for "
+                       "another place",
+                       name);
     base = base ? base + 1 : r->info->path;
     size_t n = strlen(base);
     if (n > 3 && strcmp(base + n - 3, ".h5") == 0) n -= 3;
     kv_identity_hash(r->identity, hex);
     snprintf(r->folder, sizeof r->folder, "results/%.200s/%.*s-%.8s",
              name[0] ? name : job_name[r->job], (int)(n < 200 ? n : 200), base, hex);
+    return KV_OK;
 }
 
 /* --model, or for an experiment the embedded model when it recorded this trace. */
@@ -125,7 +132,7 @@ static kv_status prepare(run *r) {
     if (output[0])
         snprintf(r->folder, sizeof r->folder, "%s", output);
     else
-        default_folder(r);
+        KV_TRY(default_folder(r));
 out:
     return st;
 }

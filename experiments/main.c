@@ -52,8 +52,11 @@ static void print_help(FILE *to) {
     fputs(help_example, to);
 }
 
+/* Unwinding takes a second at most. What has not ended after a minute hangs, as OpenBLAS does when memory is short: the alarm ends it. */
 static void on_interrupt(int signal_number) {
+    enum { SECONDS = 60 };
     (void)signal_number;
+    alarm(SECONDS);
     kv_interrupt_request();
 }
 
@@ -67,6 +70,7 @@ static void catch_interrupts(void) {
     if (sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler != SIG_IGN)
         sigaction(SIGHUP, &action, NULL);
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* a file at its size limit is a failed write, with a message */
 }
 
 /* A stream that the caller closed (>&-) leaves its number to the next file opened, and messages would be written into that one. What

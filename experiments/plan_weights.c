@@ -60,9 +60,9 @@ static kv_status check_window(const kv_tensors *t, const kv_row *row) {
     if (policy && strcmp(policy, row->policy->name) != 0)
         return KV_FAIL(KV_E_DATA, "%s: weights of policy %s, wanted for %s", t->path, policy,
                        row->policy->name);
-    if (!window || kv_parse_int(window, 1, INT32_MAX, &w) != KV_OK)
-        return KV_FAIL(KV_E_DATA, "%s: metadata 'window' is %s, expected a whole number", t->path,
-                       window ? window : "missing");
+    if (!window || kv_parse_int(window, 1, KV_MOST_ENTRIES, &w) != KV_OK)
+        return KV_FAIL(KV_E_DATA, "%s: metadata 'window' is %s, expected a whole number from 1 on",
+                       t->path, window ? window : "missing");
     if (w != row->run.window)
         return KV_FAIL(KV_E_DATA,
                        "%s: trained for window %lld, this run has --window %d; train for that "

@@ -131,7 +131,7 @@ static kv_status check_output(kv_train_job *job, bool *done) {
     kv_tensors_free(&set);
     if (*done) return KV_OK;
     return KV_FAIL(KV_E_CANTCREATE,
-                   "%s exists and was made by another training; use --force to replace it, or "
+                   "%s exists and was not made by this training; use --force to replace it, or "
                    "another --output",
                    job->report->output);
 }
@@ -232,6 +232,8 @@ kv_status kv_train(const kv_train_options *o, kv_train_report *report) {
     KV_TRY(find_learner(o->policy, &learner));
     KV_TRY(kv_params_init(&job->params, learner->params));
     KV_TRY(apply_settings(learner, o, &job->params));
+    KV_TRY(kv_budget_parse(o->budget, 1, &job->run.budget)); /* is it one? its value comes below */
+    if (o->dry_run) goto out;
     KV_TRY(open_traces(job));
     KV_TRY(kv_budget_parse(o->budget, job->set.longest, &job->run.budget));
     KV_TRY(kv_run_check(&job->run));

@@ -17,6 +17,7 @@ typedef struct kv_train_options {
     const char *cache_folder;
     const kv_ops *ops; /* computes the targets; scorers are trained on the same device */
     bool force;        /* replace other weights, start over */
+    bool dry_run;      /* check the arguments only; traces need not be named */
 } kv_train_options;
 
 typedef struct kv_train_report {

@@ -78,7 +78,10 @@ kv_status kv_train_restore(const kv_train_plan *plan, kv_train_state *s, bool *f
     int64_t n[TENSORS];
     *found = false;
     if (plan->force || access(plan->checkpoint, F_OK) != 0) return KV_OK;
-    KV_TRY(kv_safetensors_open(plan->checkpoint, &set));
+    st = kv_safetensors_open(plan->checkpoint, &set);
+    if (st != KV_OK)
+        KV_TRY(kv_error_context(st, "the checkpoint cannot be continued; remove it, or start over "
+                                    "with --force"));
     const char *identity = kv_tensors_meta(&set, "identity");
     if (!identity || strcmp(identity, plan->identity) != 0)
         KV_RAISE(KV_E_USAGE,

@@ -1,9 +1,12 @@
 /* The command line among damaged and foreign files: nothing of others is deleted, nothing damaged is believed. */
 #include <criterion/criterion.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "tests/naive/run_kvlab.h"
@@ -123,10 +126,12 @@ Test(cli_damage, names_that_are_not_utf8_are_written_down) {
 
 Test(cli_damage, outputs_replace_files_only) {
     static const float x[1];
-    static const char *const path[] = {"pipe", "folder", ""};
+    static const char *const path[] = {"pipe", "folder", "link", "dangling", ""};
     const kv_tensor_out tensor = {"a", 1, {1}, x};
     cr_assert_eq(mkfifo("pipe", 0666), 0);
     cr_assert_eq(mkdir("folder", 0777), 0);
+    cr_assert_eq(symlink("t.h5", "link"), 0);
+    cr_assert_eq(symlink("nowhere", "dangling"), 0);
     for (size_t i = 0; i < sizeof path / sizeof *path; i++) {
         kv_evict_writer *w = NULL;
         cr_expect_eq(kv_evict_writer_open(path[i], &w), KV_E_CANTCREATE, "'%s'", path[i]);
@@ -137,4 +142,53 @@ Test(cli_damage, outputs_replace_files_only) {
     }
     struct stat info;
     cr_expect(stat("pipe", &info) == 0 && S_ISFIFO(info.st_mode), "the pipe was replaced");
+    expect(RUN "--budget 32 --output folder/run", 0, "");
+    cr_assert_eq(symlink("folder/run", "run"), 0);
+    expect(RUN "--budget 33 --output run --force", 73, "symbolic link");
+}
+
+Test(cli_damage, names_below_results_stay_there) {
+    static const char *const name[] = {"latest", "cache", "..", "../up", "a/b", ".hidden"};
+    char arguments[256];
+    for (size_t i = 0; i < sizeof name / sizeof *name; i++) {
+        snprintf(arguments, sizeof arguments, RUN "--budget 32 --name %s", name[i]);
+        expect(arguments, 64, "--name");
+    }
+    cr_expect_neq(access("results", F_OK), 0);
+    expect(RUN "--budget 32 --name mine", 0, "");
+    cr_expect_eq(access("results/mine", F_OK), 0);
+}
+
+static void make_old(const char *path) {
+    const struct timespec then[2] = {{.tv_sec = time(NULL) - 3600}, {.tv_sec = time(NULL) - 3600}};
+    cr_assert_eq(utimensat(AT_FDCWD, path, then, 0), 0, "%s", path);
+}
+
+/* What killed processes left beside an output goes when that output is made again; what lives or is fresh stays. */
+Test(cli_damage, leavings_of_killed_processes_are_swept) {
+    static const float x[1];
+    const kv_tensor_out tensor = {"a", 1, {1}, x};
+    const pid_t gone = fork();
+    if (gone == 0) _exit(0);
+    cr_assert_eq(waitpid(gone, NULL, 0), gone);
+    char old[64], fresh[64], folder[64];
+    snprintf(old, sizeof old, "w.safetensors.%d.part", (int)gone);
+    snprintf(fresh, sizeof fresh, "o.h5.%d.part", (int)gone);
+    snprintf(folder, sizeof folder, "o.tmp-%d-0", (int)gone);
+    const char *const file[] = {old, fresh, "w.safetensors.1.part" /* lives */,
+                                "w.safetensors.part", "w.safetensors.0.part"};
+    for (size_t i = 0; i < sizeof file / sizeof *file; i++) put_text(file[i], "");
+    cr_assert_eq(mkdir(folder, 0777), 0);
+    for (size_t i = 0; i < sizeof file / sizeof *file; i++)
+        if (file[i] != fresh) make_old(file[i]);
+    make_old(folder);
+    cr_assert_eq(kv_safetensors_write("w.safetensors", &tensor, 1, NULL), KV_OK);
+    kv_evict_writer *w = NULL;
+    cr_assert_eq(kv_evict_writer_open("o.h5", &w), KV_OK);
+    cr_assert_eq(kv_evict_writer_close(w), KV_OK);
+    expect(RUN "--budget 32 --output o", 0, "");
+    cr_expect_neq(access(old, F_OK), 0, "%s is still there", old);
+    cr_expect_neq(access(folder, F_OK), 0, "%s is still there", folder);
+    for (size_t i = 1; i < sizeof file / sizeof *file; i++)
+        cr_expect_eq(access(file[i], F_OK), 0, "%s is gone", file[i]);
 }

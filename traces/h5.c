@@ -89,13 +89,9 @@ hid_t kv_h5_chunked(int n_dim, const hsize_t *chunk) {
 kv_status kv_h5_create(const char *path, char **temporary, hid_t *file) {
     kv_status st = KV_OK;
     hid_t creation = -1, access_list = -1;
-    size_t size = strlen(path) + 32;
     *file = -1;
     kv_h5_begin();
-    *temporary = kv_mem_new(size, 1);
-    if (!*temporary) return KV_E_INTERNAL;
-    snprintf(*temporary, size, "%s.%ld.part", path, (long)getpid());
-    KV_TRY(kv_output_check(path));
+    KV_TRY(kv_output_begin(path, temporary));
     KV_H5_TRY(creation, kv_h5_creation(H5P_FILE_CREATE), KV_E_INTERNAL, "%s: no property list",
               path);
     KV_H5_TRY(access_list, H5Pcreate(H5P_FILE_ACCESS), KV_E_INTERNAL, "%s: no property list", path);

@@ -98,16 +98,14 @@ kv_status kv_safetensors_write(const char *path, const kv_tensor_out *tensor, in
     kv_status st = KV_OK;
     kv_tensor_out *sorted = NULL;
     char *temporary = NULL, *header = NULL;
-    size_t length = 0, size = strlen(path) + 32;
+    size_t length = 0;
     bool created = false;
-    KV_TRY(kv_output_check(path));
+    KV_TRY(kv_output_begin(path, &temporary));
     KV_NEW(sorted, n);
     for (int32_t i = 0; i < n; i++) sorted[i] = tensor[i];
     qsort(sorted, (size_t)n, sizeof *sorted, compare_out);
     for (int32_t i = 0; i < n; i++) KV_TRY(check(path, &sorted[i]));
     KV_TRY(build_header(path, sorted, n, meta, &header, &length));
-    KV_NEW(temporary, size);
-    snprintf(temporary, size, "%s.tmp.%ld", path, (long)getpid());
     created = true;
     KV_TRY(write_all(temporary, header, length, sorted, n));
     if (rename(temporary, path) != 0)

@@ -7,6 +7,8 @@
 
 typedef struct kv_trace kv_trace; /* an open trace, read only */
 
+enum { KV_MOST_TOKENS = 1 << 28 }; /* of a request */
+
 /* Shape and small datasets, valid while the trace is open. All requests are concatenated in name order. */
 typedef struct kv_trace_info {
     const char *path, *trace_id, *title, *source; /* trace_id NULL when absent */

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "reference/core/mem.h"
+#include "traces/trace.h"
 
 const char *const kv_model_attribute_name[KV_MODEL_ATTRIBUTES] = {
     "n_layer",    "n_q_head",      "n_kv_head",     "head_dim",        "d_model",
@@ -18,7 +19,7 @@ const char *const kv_request_item_name[KV_REQUEST_ITEMS] = {
 
 /* Largest accepted values: far beyond any model, small enough that no product of sizes overflows. */
 enum { MAX_LAYER = 4096, MAX_HEAD = 4096, MAX_HEAD_DIM = 4096, MAX_D_MODEL = 1 << 20 };
-enum { MAX_TOKEN = 1 << 28, MAX_REQUEST = 1 << 16 };
+enum { MAX_REQUEST = 1 << 16 };
 static const double max_layer_bytes = 1e12, max_chunk_bytes = 256.0 * 1024 * 1024;
 
 /* Filters a reader may meet: what HDF5 brings, and plug-ins with their Debian packages. */
@@ -189,9 +190,9 @@ static kv_status check_found(const char *file, const kv_found *f, const char *pa
         RAISE("%s: %s has %d dimensions, expected %d", file, f->path, f->n_dim, n_dim);
     bool equal = true;
     for (int32_t i = 0; i < n_dim; i++) {
-        if (f->dim[i] < 1 || f->dim[i] > MAX_TOKEN)
+        if (f->dim[i] < 1 || f->dim[i] > KV_MOST_TOKENS)
             RAISE("%s: %s has extent %lld in dimension %d, expected 1..%d", file, f->path,
-                  (long long)f->dim[i], i, MAX_TOKEN);
+                  (long long)f->dim[i], i, KV_MOST_TOKENS);
         want[i] = r->dim[i] == ANY ? f->dim[i] : extent_of(r->dim[i], shape, n_token);
         equal = equal && f->dim[i] == want[i];
     }

@@ -113,8 +113,9 @@ static kv_status set_number(kv_params *p, size_t i, const char *owner, const cha
         p->value[i] = INFINITY;
         return KV_OK;
     }
-    kv_status st = s->type == KV_PARAM_INT ? kv_parse_int(value, INT32_MIN, INT32_MAX, &whole)
-                                           : kv_parse_real(value, &x);
+    kv_status st = s->type == KV_PARAM_INT
+                       ? kv_parse_int(value, (long long)s->min, (long long)s->max, &whole)
+                       : kv_parse_real(value, &x);
     if (st != KV_OK) return kv_error_context(st, "%s.%s", owner, s->name);
     if (s->type == KV_PARAM_INT) x = (double)whole;
     if (x < s->min || x > s->max || (s->min_open && x == s->min))
