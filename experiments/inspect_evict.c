@@ -36,20 +36,31 @@ out:
     return st;
 }
 
+/* A name as decisions have it: "<policy>[:<variant>]/b<budget>". */
+static bool names_decisions(const char *name, long long *budget) {
+    const char *last = strrchr(name, '/');
+    const bool yes =
+        last && last[1] == 'b' && kv_parse_int(last + 2, 1, INT32_MAX, budget) == KV_OK;
+    if (!yes) kv_error_clear();
+    return yes;
+}
+
 static kv_status describe(hid_t group, const char *name, listing *l) {
     kv_status st = KV_OK;
     kv_found f = {0};
     char item[1024];
     long long budget;
     double leaving = 0;
+    const bool named = names_decisions(name, &budget);
     KV_TRY(kv_found_describe(group, "/evict_at", name, &f));
-    if (f.presence != KV_DATASET) goto out;
+    if (f.presence != KV_DATASET && !named) goto out;
     KV_TRY(kv_found_check(l->path, &f));
     const char *last = strrchr(name, '/');
-    if (!last || last[1] != 'b' || last - name >= (long)sizeof item || f.n_dim != 3 ||
-        kv_parse_int(last + 2, 1, INT32_MAX, &budget) != KV_OK)
+    if (!named || f.presence != KV_DATASET || last - name >= (long)sizeof item || f.n_dim != 3 ||
+        f.element != KV_EL_INT || f.dim[0] < 1 || f.dim[1] < 1 || f.dim[2] < 1)
         KV_RAISE(KV_E_DATA,
-                 "%s: %s is not /evict_at/<policy>[:<variant>]/b<budget>, [layer][kv_head][token]",
+                 "%s: %s is not /evict_at/<policy>[:<variant>]/b<budget>, integers "
+                 "[layer][kv_head][token]",
                  l->path, f.path);
     snprintf(item, sizeof item, "%.*s", (int)(last - name), name);
     fprintf(l->out, "decisions  %s, budget %lld: %lld layers, %lld KV heads, %lld tokens", item,
@@ -66,7 +77,12 @@ out:
 
 static herr_t visit(hid_t group, const char *name, const H5L_info_t *info, void *context) {
     listing *l = context;
-    if (info->type == H5L_TYPE_HARD) l->st = describe(group, name, l);
+    long long budget;
+    if (info->type == H5L_TYPE_HARD)
+        l->st = describe(group, name, l);
+    else if (names_decisions(name, &budget))
+        l->st = KV_FAIL(KV_E_DATA, "%s: /evict_at/%s is a link, expected the data set itself",
+                        l->path, name);
     return l->st == KV_OK ? 0 : -1;
 }
 
