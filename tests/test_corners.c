@@ -104,6 +104,27 @@ Test(corners, decisions_of_another_trace_are_refused) {
     }
 }
 
+Test(corners, inspect_refuses_decisions_that_the_replay_refuses) {
+    static const mutation damage[] = {
+        {.kind = SOFT_LINK, .object = "/evict_at/h2o/b24"},
+        {.kind = MAKE_GROUP, .object = "/evict_at/h2o/b24"},
+        {.kind = REPLACE, .object = "/evict_at/h2o/b24", .type = F32, .dim = {2, 2, 4}},
+        {.kind = REPLACE, .object = "/evict_at/h2o/b24", .type = I32, .dim = {2, 4}}};
+    for (size_t i = 0; i < sizeof damage / sizeof *damage; i++) {
+        kv_said said =
+            kv_run_command(RUN "--policy h2o --budget 24 --save-evict --output a --force");
+        cr_assert_eq(said.code, 0, "%s", said.err);
+        said = kv_run_command("inspect --deep a/evict.h5");
+        cr_assert_eq(said.code, 0, "%s", said.err);
+        cr_assert_eq(mutate(at("a/evict.h5"), &damage[i]), 0, "case %zu", i);
+        said = kv_run_command("inspect a/evict.h5");
+        cr_expect_eq(said.code, 65, "case %zu: %d %s", i, said.code, said.err);
+        cr_expect(strstr(said.err, "/evict_at/h2o/b24"), "%s", said.err);
+        said = kv_run_command(RUN "--policy file:path=a/evict.h5:item=h2o --budget 24 --output b");
+        cr_expect_eq(said.code, 65, "case %zu: %d %s", i, said.code, said.err);
+    }
+}
+
 /* Names that are no UTF-8 or stand twice give way to the number of the kind. */
 Test(corners, every_kind_has_a_key) {
     cr_assert_eq(mutate(at("t.h5"), &(mutation){.kind = SET_TEXT,
