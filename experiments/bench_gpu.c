@@ -86,19 +86,12 @@ static const operation operations[] = {
 };
 enum { OPERATIONS = sizeof operations / sizeof *operations };
 
-typedef struct call {
-    const operation *op;
-    bench *b;
-} call;
-static kv_status run_call(void *context) {
-    const call *c = context;
-    return c->op->run(c->b);
-}
-
 static kv_status time_operation(bench *b, const operation *op, const char *path) {
     kv_status st = KV_OK;
-    kv_spread ms;
-    KV_TRY(kv_time_gpu(b->gpu, run_call, &(call){op, b}, 2, b->repeats, &ms));
+    kv_stopwatch w = {.gpu = b->gpu, .untimed = 2, .times = b->repeats};
+    while (kv_stopwatch_next(&w, &st)) st = op->run(b);
+    KV_TRY(st);
+    const kv_spread ms = kv_spread_of(w.ms, w.n);
     const double count[] = {0, b->causal, b->later, b->kept};
     const double rate = 2e-9 * D * op->products * count[op->pairs] / ms.median;
     fprintf(b->out, "%-26s %-8s %8.3f %8.3f %8.3f ", op->name, path, ms.median, ms.least, ms.most);

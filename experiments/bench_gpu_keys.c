@@ -62,20 +62,13 @@ out:
     return st;
 }
 
-typedef struct call {
-    const operation *op;
-    bench *b;
-} call;
-static kv_status run_call(void *context) {
-    const call *c = context;
-    return c->op->run(c->b);
-}
-
 static kv_status time_operation(FILE *out, kv_gpu *g, bench *b, const operation *op,
                                 int32_t repeats, double floor) {
     kv_status st = KV_OK;
-    kv_spread ms;
-    KV_TRY(kv_time_gpu(g, run_call, &(call){op, b}, 2, repeats, &ms));
+    kv_stopwatch w = {.gpu = g, .untimed = 2, .times = repeats};
+    while (kv_stopwatch_next(&w, &st)) st = op->run(b);
+    KV_TRY(st);
+    const kv_spread ms = kv_spread_of(w.ms, w.n);
     fprintf(out, "%-30s %10.3f %10.3f %10.3f %10.3f %7.2f\n", op->name, ms.median, ms.least,
             ms.most, floor, ms.median / floor);
     fflush(out);

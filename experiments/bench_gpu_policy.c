@@ -98,21 +98,13 @@ static const operation operations[] = {
 };
 enum { OPERATIONS = sizeof operations / sizeof *operations };
 
-typedef struct call {
-    const operation *op;
-    bench *b;
-} call;
-static kv_status run_call(void *context) {
-    const call *c = context;
-    return c->op->run(c->b);
-}
-
 static kv_status time_operation(FILE *out, bench *b, const operation *op, int32_t repeats,
                                 double tb_per_s) {
     kv_status st = KV_OK;
-    kv_spread ms;
-    KV_TRY(kv_time_gpu(b->gpu, run_call, &(call){op, b}, op->once ? 0 : 2, op->once ? 1 : repeats,
-                       &ms));
+    kv_stopwatch w = {.gpu = b->gpu, .untimed = op->once ? 0 : 2, .times = op->once ? 1 : repeats};
+    while (kv_stopwatch_next(&w, &st)) st = op->run(b);
+    KV_TRY(st);
+    const kv_spread ms = kv_spread_of(w.ms, w.n);
     const double bytes[] = {[PRIORITIES] = (double)HEADS * b->n * 8,
                             [KEYS] = (double)HEADS * (BUDGET + 1) * D * 2 * (b->n - BUDGET),
                             [INPUTS] = (double)LAYER_HEADS * b->n * 2 * D * 2 * 2};

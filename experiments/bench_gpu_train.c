@@ -62,20 +62,13 @@ static const operation operations[] = {
 };
 enum { OPERATIONS = sizeof operations / sizeof *operations };
 
-typedef struct call {
-    const operation *op;
-    bench *b;
-} call;
-static kv_status run_call(void *context) {
-    const call *c = context;
-    return c->op->run(c->b);
-}
-
 static kv_status time_operation(FILE *out, bench *b, const operation *op, int32_t repeats,
                                 double tb_per_s, double tflop_per_s) {
     kv_status st = KV_OK;
-    kv_spread ms;
-    KV_TRY(kv_time_gpu(b->gpu, run_call, &(call){op, b}, 2, repeats, &ms));
+    kv_stopwatch w = {.gpu = b->gpu, .untimed = 2, .times = repeats};
+    while (kv_stopwatch_next(&w, &st)) st = op->run(b);
+    KV_TRY(st);
+    const kv_spread ms = kv_spread_of(w.ms, w.n);
     const double n = b->n, bytes = LANES * (op->token_bytes * n + op->param_bytes * N_PARAM),
                  products = op->products * 2 * D * HEADS * n * n / 2 / EVERY,
                  floor = (bytes / tb_per_s + products / tflop_per_s) * 1e-9;

@@ -3,8 +3,6 @@
 
 #include <stdlib.h>
 
-enum { MOST = 64 };
-
 static int ascending(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
@@ -15,22 +13,16 @@ kv_spread kv_spread_of(double *x, int32_t n) {
     return (kv_spread){x[0], (x[(n - 1) / 2] + x[n / 2]) / 2, x[n - 1]};
 }
 
-kv_status kv_time_gpu(kv_gpu *g, kv_status (*run)(void *context), void *context, int32_t untimed,
-                      int32_t times, kv_spread *ms) {
-    kv_status st = KV_OK;
-    double all[MOST];
-    if (times > MOST) times = MOST;
-    for (int32_t i = -untimed; i < times; i++) {
-        float one;
-        KV_TRY(kv_gpu_tick(g, 0));
-        KV_TRY(run(context));
-        KV_TRY(kv_gpu_tick(g, 1));
-        KV_TRY(kv_gpu_ms(g, 0, 1, &one));
-        if (i >= 0) all[i] = (double)one;
-    }
-    *ms = kv_spread_of(all, times);
-out:
-    return st;
+bool kv_stopwatch_next(kv_stopwatch *w, kv_status *st) {
+    float ms = 0;
+    if (*st == KV_OK && w->begun) *st = kv_gpu_tick(w->gpu, 1);
+    if (*st == KV_OK && w->begun) *st = kv_gpu_ms(w->gpu, 0, 1, &ms);
+    if (*st != KV_OK) return false;
+    if (w->begun > w->untimed) w->ms[w->n++] = (double)ms;
+    if (w->n == w->times || w->n == KV_STOPWATCH_MOST) return false;
+    w->begun++;
+    *st = kv_gpu_tick(w->gpu, 0);
+    return *st == KV_OK;
 }
 
 void kv_print_goal(FILE *out, double median, double must, double aim) {
