@@ -116,6 +116,13 @@ static kv_status prepare(run *r) {
         KV_RAISE(KV_E_USAGE, "--decode runs on the CPU; leave out --device gpu");
     KV_TRY(kv_trace_open(kv_config_text(c, "path"), &r->trace));
     r->info = kv_trace_get(r->trace);
+    const int64_t fall = kv_trace_falling_position(r->info);
+    if (fall >= 0)
+        kv_log(
+            KV_LOG_WARN, job_name[r->job],
+            "%s: position is %d at token %lld and %d before it; streaming:pos=cache and accuracy "
+            "turn keys by positions and expect them to rise within a document",
+            r->info->path, r->info->position[fall], (long long)fall, r->info->position[fall - 1]);
     KV_TRY(kv_plan_make(c, r->info->longest, &r->plan));
     KV_TRY(kv_plan_check_decisions(&r->plan, r->info));
     KV_TRY(kv_plan_open_weights(&r->plan, c, r->info));

@@ -162,6 +162,21 @@ Test(corners, a_kind_without_far_tokens_is_null) {
     json_decref(s);
 }
 
+Test(corners, positions_that_fall_are_told) {
+    kv_said said = kv_run_command(RUN "--policy h2o --budget 24 --output a");
+    cr_expect_null(strstr(said.err, "position"), "%s", said.err);
+    cr_assert_eq(mutate(at("t.h5"), &(mutation){.kind = WRITE,
+                                                .object = "/requests/r00000/position",
+                                                .index = 10,
+                                                .number = 3}),
+                 0);
+    said = kv_run_command(RUN "--policy h2o --budget 24 --output b");
+    cr_expect_eq(said.code, 0, "%s", said.err);
+    cr_expect(strstr(said.err, "position is 3 at token 10 and 14 before it"), "%s", said.err);
+    said = kv_run_command("inspect --deep t.h5");
+    cr_expect_eq(said.code, 65, "%s", said.err);
+}
+
 Test(corners, the_largest_window_and_budget) {
     static const char *const policy[] = {"h2o", "tova", "oracle", "streaming:pos=cache", "random"};
     for (size_t i = 0; i < sizeof policy / sizeof *policy; i++) {

@@ -46,6 +46,9 @@ kv_status kv_trace_open(const char *path,
 void kv_trace_close(kv_trace *trace);
 const kv_trace_info *kv_trace_get(const kv_trace *trace);
 
+/* The first token whose position is not above that of the token before it in its document; -1: all rise. */
+int64_t kv_trace_falling_position(const kv_trace_info *info);
+
 /* The tensors of one layer over all tokens; spans of its documents point into it. */
 typedef struct kv_trace_layer {
     /* [n_q_head | n_kv_head][n_token][head_dim], fp32, finite (KV_E_DATA otherwise) */

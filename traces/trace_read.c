@@ -120,6 +120,13 @@ void kv_trace_close(kv_trace *t) {
 
 const kv_trace_info *kv_trace_get(const kv_trace *t) { return &t->info; }
 
+int64_t kv_trace_falling_position(const kv_trace_info *info) {
+    for (int32_t d = 0; d < info->n_document; d++)
+        for (int64_t t = info->doc_first[d] + 1; t < info->doc_first[d + 1]; t++)
+            if (info->position[t] <= info->position[t - 1]) return t;
+    return -1;
+}
+
 static bool all_finite(const float *x, int64_t n) {
     uint32_t bad = 0;
     for (int64_t i = 0; i < n; i++) bad |= (kv_bits(x[i]) & 0x7f800000u) == 0x7f800000u;
