@@ -54,6 +54,22 @@ static kv_status nearest_shipped(const char *policy, int32_t budget, char *name,
     return KV_OK;
 }
 
+/* The memory is read for a token when it leaves the window, or at once: 0, off. Other words and numbers mean the window. */
+static void remark_delay(const kv_tensors *t, const kv_row *row) {
+    const char *delay = kv_tensors_meta(t, "delay");
+    static const char *const known[] = {"0", "off", "1", "on"};
+    char number[24];
+    snprintf(number, sizeof number, "%d", row->run.window);
+    bool clear = !delay || strcmp(delay, number) == 0;
+    for (size_t i = 0; !clear && i < sizeof known / sizeof *known; i++)
+        clear = strcmp(delay, known[i]) == 0;
+    if (!clear)
+        kv_log(KV_LOG_WARN, "plan",
+               "%s: metadata 'delay' is '%s', expected 0 or off, or the window %d: %s takes it for "
+               "the window",
+               t->path, delay, row->run.window, row->policy->name);
+}
+
 static kv_status check_window(const kv_tensors *t, const kv_row *row) {
     const char *policy = kv_tensors_meta(t, "policy"), *window = kv_tensors_meta(t, "window");
     long long w = 0;
@@ -184,9 +200,11 @@ kv_status kv_plan_open_weights(kv_plan *plan, const kv_config *config, const kv_
             snprintf(name, sizeof name, "%s", chosen);
             snprintf(path, sizeof path, "%s", chosen);
         }
+        const size_t opened = plan->n_weights;
         st = open_once(plan, name, path, &row->weights);
         if (st == KV_OK) st = check_fit(&row->weights->tensors, row, trace);
         if (st != KV_OK) return st;
+        if (plan->n_weights > opened) remark_delay(&row->weights->tensors, row);
     }
     return KV_OK;
 }
