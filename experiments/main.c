@@ -52,9 +52,10 @@ static void print_help(FILE *to) {
     fputs(help_example, to);
 }
 
-/* Unwinding takes a second at most. What has not ended after a minute hangs, as OpenBLAS does when memory is short: the alarm ends it. */
+/* Work looks for an interrupt within a block of attention or a training step. What has not ended after ten minutes hangs, as OpenBLAS
+ * does when memory is short: the alarm ends it. */
 static void on_interrupt(int signal_number) {
-    enum { SECONDS = 60 };
+    enum { SECONDS = 600 };
     (void)signal_number;
     alarm(SECONDS);
     kv_interrupt_request();

@@ -125,6 +125,15 @@ Test(corners, inspect_refuses_decisions_that_the_replay_refuses) {
     }
 }
 
+/* recall_by_kind of a run on t.h5, in *summary. */
+static const json_t *recall_by_kind(json_t **summary) {
+    const kv_said said = kv_run_command(RUN "--policy streaming --budget 24 --output a");
+    cr_assert_eq(said.code, 0, "%s", said.err);
+    *summary = kv_load_json("a/summary.json");
+    return json_object_get(json_array_get(json_object_get(*summary, "results"), 0),
+                           "recall_by_kind");
+}
+
 /* Names that are no UTF-8 or stand twice give way to the number of the kind. */
 Test(corners, every_kind_has_a_key) {
     cr_assert_eq(mutate(at("t.h5"), &(mutation){.kind = SET_TEXT,
@@ -132,11 +141,8 @@ Test(corners, every_kind_has_a_key) {
                                                 .name = "flag_meanings",
                                                 .text = "one \xff\xfe two two five six seven"}),
                  0);
-    kv_said said = kv_run_command(RUN "--policy streaming --budget 24 --output a");
-    cr_assert_eq(said.code, 0, "%s", said.err);
-    json_t *s = kv_load_json("a/summary.json");
-    const json_t *kinds =
-        json_object_get(json_array_get(json_object_get(s, "results"), 0), "recall_by_kind");
+    json_t *s;
+    const json_t *kinds = recall_by_kind(&s);
     static const char *const key[] = {"one", "1", "two", "3", "five", "six", "seven"};
     cr_expect_eq(json_object_size(kinds), 7);
     for (size_t i = 0; i < 7; i++)
@@ -151,11 +157,8 @@ Test(corners, a_kind_without_far_tokens_is_null) {
                                                 .index = FX_TOKEN - 1,
                                                 .number = 200}),
                  0);
-    kv_said said = kv_run_command(RUN "--policy streaming --budget 24 --output a");
-    cr_assert_eq(said.code, 0, "%s", said.err);
-    json_t *s = kv_load_json("a/summary.json");
-    const json_t *kinds =
-        json_object_get(json_array_get(json_object_get(s, "results"), 0), "recall_by_kind");
+    json_t *s;
+    const json_t *kinds = recall_by_kind(&s);
     cr_expect_eq(json_object_size(kinds), 8);
     cr_expect(json_is_null(json_object_get(kinds, "200")));
     cr_expect(json_is_number(json_object_get(kinds, "filler")));
